@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""
+How many tokens to draft: as many as pay.
+
+Expected tokens of an iteration are E(g) = 1 + sum over depths of the product of
+acceptances up to that depth; its cost is g drafted tokens and a verify of g + 1
+rows. The length that maximises tokens per second wins, zero included: a draft
+that does not pay is not asked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .stats import StepRecord
+
+# Each observation counts this much less with each later one: acceptance drifts
+# within an answer, and times with the machine's load.
+_MEMORY = 0.96
+_PROBE_EVERY = 24
+# A clock too coarse to see a step must not become a division by zero.
+_LEAST_SEC = 1e-9
+# Verifying a further row costs this share of a one-row step until it has been
+# measured (memory-bound decoding: the weights are read once for all rows).
+_ROW_COST_PRIOR = 0.03
+_DRAFT_COST_PRIOR = 0.12
+_ACCEPTANCE_PRIOR = 0.45
+_PRIOR_WEIGHT = 4.0
+
+
+@dataclass
+class _Mean:
+    """Decaying mean of what was measured."""
+
+    total: float = 0.0
+    weight: float = 0.0
+
+    def add(self, value: float) -> None:
+        self.total = self.total * _MEMORY + value
+        self.weight = self.weight * _MEMORY + 1.0
+
+    def value(self, prior: float, prior_weight: float = 0.0) -> float:
+        weight = self.weight + prior_weight
+        return (self.total + prior * prior_weight) / weight if weight else prior
+
+
+@dataclass
+class _DraftFigures:
+    by_depth: list[_Mean] = field(default_factory=list)
+    step_cost: _Mean = field(default_factory=_Mean)
+    idle: int = 0
+
+
+class DraftLength:
+    """
+    Chooses gamma per draft from what has been measured in this process.
+
+    Parameters
+    ----------
+    max_gamma: most tokens to draft
+    adaptive: False always drafts ``max_gamma``
+
+    """
+
+    def __init__(self, max_gamma: int, adaptive: bool = True):
+        self.max_gamma = max_gamma
+        self.adaptive = adaptive
+        self._verify: dict[int, _Mean] = {}
+        self._drafts: dict[str, _DraftFigures] = {}
+
+    def verify_cost(self, rows: int) -> float:
+        """Seconds of a verify of ``rows`` rows: measured, or scaled from the nearest measured."""
+        if mean := self._verify.get(rows):
+            return mean.value(0.0)
+        if not self._verify:
+            return 1.0 + _ROW_COST_PRIOR * (rows - 1)
+        nearest = min(self._verify, key=lambda n: (abs(n - rows), n))
+        known = self._verify[nearest].value(0.0)
+        return known * (1 + _ROW_COST_PRIOR * (rows - 1)) / (1 + _ROW_COST_PRIOR * (nearest - 1))
+
+    def expected_tokens(self, draft: str, gamma: int) -> float:
+        """E(gamma) of ``draft``."""
+        figures = self._drafts.get(draft, _DraftFigures())
+        expected, reach = 1.0, 1.0
+        for depth in range(gamma):
+            before = figures.by_depth[depth - 1] if 0 < depth <= len(figures.by_depth) else None
+            prior = before.value(_ACCEPTANCE_PRIOR, _PRIOR_WEIGHT) if before else _ACCEPTANCE_PRIOR
+            mean = figures.by_depth[depth] if depth < len(figures.by_depth) else _Mean()
+            reach *= mean.value(prior, _PRIOR_WEIGHT)
+            expected += reach
+        return expected
+
+    def speed(self, draft: str, gamma: int) -> float:
+        """Expected tokens per second when ``draft`` proposes ``gamma`` tokens."""
+        figures = self._drafts.get(draft, _DraftFigures())
+        step = figures.step_cost.value(_DRAFT_COST_PRIOR * self.verify_cost(1))
+        cost = gamma * step + self.verify_cost(gamma + 1)
+        return self.expected_tokens(draft, gamma) / max(cost, _LEAST_SEC)
+
+    def choose(self, draft: str) -> int:
+        """Gamma for the next iteration of ``draft``; 0 where drafting does not pay."""
+        if not self.adaptive or not self.max_gamma:
+            return self.max_gamma
+        best = max(range(self.max_gamma + 1), key=lambda gamma: self.speed(draft, gamma))
+        figures = self._drafts.setdefault(draft, _DraftFigures())
+        if best == 0:
+            # Acceptance is not seen at zero: look again now and then.
+            figures.idle += 1
+            if figures.idle % _PROBE_EVERY == 0:
+                return min(2, self.max_gamma)
+        return best
+
+    def calibrate(self, rows: int, seconds: float) -> None:
+        """Set the cost of a verify of ``rows`` rows from one measurement (warm-up)."""
+        self._verify[rows] = _Mean(seconds, 1.0)
+
+    def observe(self, step: StepRecord) -> None:
+        """Learn from an iteration."""
+        self._verify.setdefault(step.rows, _Mean()).add(step.t_verify)
+        if not step.draft or not step.drafted:
+            return
+        figures = self._drafts.setdefault(step.draft, _DraftFigures())
+        # All accepted: one position to catch up with, about a draft step more. What exceeds that
+        # is the price of a switch, paid once, and says nothing about the steps to come.
+        catch_up = min(step.t_catch_up, step.t_draft / step.drafted)
+        figures.step_cost.add((step.t_draft + catch_up) / step.drafted)
+        while len(figures.by_depth) < step.drafted:
+            figures.by_depth.append(_Mean())
+        for depth in range(min(step.accepted + 1, step.drafted)):
+            figures.by_depth[depth].add(1.0 if depth < step.accepted else 0.0)

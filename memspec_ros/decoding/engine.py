@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""
+The draft-verify loop's body: propose, verify, commit.
+
+The engine owns one DecodeState and one target. Which draft proposes, and how
+many tokens, is told to it each iteration; it cannot tell policies apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from ..models.drafts import Drafter
+from ..models.state import Proposal
+from ..models.target import Target
+from .stats import StepRecord
+from .verification import verify_greedy
+
+PREFILL_CHUNK = 64
+# Rows a lagging draft may run per iteration: a cold draft in a long conversation
+# warms over several iterations, instead of stalling one.
+CATCH_UP_ROWS = 256
+
+
+class DraftFailure(Exception):  # noqa: N818 (the draft failed, not the decode)
+    """A draft raised instead of proposing; the state is as it was before the iteration."""
+
+
+class Engine:
+    """
+    Greedy decoding of one sequence at a time, exact for any draft.
+
+    Parameters
+    ----------
+    target: the model
+    context: most tokens of prompt and output together
+    max_gamma: most tokens drafted per iteration
+    depths: hidden states to keep (what the bundle's drafts read)
+    clock: seconds, monotonic
+
+    """
+
+    def __init__(self, target: Target, context: int, max_gamma: int,
+                 depths: frozenset[int], clock: Callable[[], float]):
+        self.target = target
+        self.context = context
+        self.max_gamma = max_gamma
+        self.clock = clock
+        self.state = target.new_state(context + max_gamma + 1, depths)
+
+    def prefill(self, prompt: list[int], chunk: int = PREFILL_CHUNK) -> Iterator[int]:
+        """
+        Run all of the prompt but its last token, in chunks; yields positions held after each.
+
+        First yields the positions kept from the last request, whose computation
+        is saved. Between chunks the caller may stop.
+        """
+        state = self.state
+        yield state.restart(prompt)
+        while state.held < len(prompt) - 1:
+            rows = prompt[state.held:min(state.held + chunk, len(prompt) - 1)]
+            self.target.forward(state, rows, last_only=True)
+            state.hold(state.held + len(rows))
+            yield state.held
+
+    def step(self, drafter: Drafter | None, gamma: int, limit: int,
+             stop_ids: frozenset[int]) -> tuple[list[int], StepRecord]:
+        """
+        One iteration: emits at least one token and at most ``limit``.
+
+        Tokens end at the first of ``stop_ids``, which is emitted too. The record's
+        ``draft`` and ``desired`` are for the caller to fill in. Raises DraftFailure
+        where the draft raised; the iteration may then be repeated without it.
+        """
+        state = self.state
+        position = len(state.tokens)
+        gamma = min(gamma, self.max_gamma, limit - 1, self.context - position - 1)
+        start = caught_up = self.clock()
+        proposal = Proposal([])
+        if drafter is not None and gamma > 0:
+            try:
+                drafter.catch_up(state, CATCH_UP_ROWS)
+                caught_up = self.clock()
+                proposal = drafter.propose(state, gamma)
+            except Exception as error:
+                state.hold(position - 1)
+                raise DraftFailure(str(error) or type(error).__name__) from error
+        drafted = self.clock()
+        logits = self.target.forward(state, [state.tokens[-1], *proposal.tokens])
+        accepted, tokens = verify_greedy(logits, proposal.tokens)
+        tokens = _cut(tokens, limit, stop_ids)
+        state.tokens += tokens
+        state.hold(len(state.tokens) - 1)
+        accepted, draft_error = min(accepted, len(tokens)), ''
+        if drafter is not None:
+            try:
+                drafter.update(state, accepted)
+            except Exception as error:  # noqa: BLE001 (the tokens stand, whatever the draft does)
+                draft_error = str(error) or type(error).__name__
+        end = self.clock()
+        return tokens, StepRecord(
+            draft='', desired='', position=position, drafted=len(proposal.tokens),
+            accepted=accepted, emitted=len(tokens),
+            t_catch_up=caught_up - start, t_draft=drafted - caught_up, t_verify=end - drafted,
+            duration=end - start, draft_error=draft_error)
+
+
+def _cut(tokens: list[int], limit: int, stop_ids: frozenset[int]) -> list[int]:
+    """End a block at the first stop token (inclusive) and at the limit."""
+    tokens = tokens[:limit]
+    for index, token in enumerate(tokens):
+        if token in stop_ids:
+            return tokens[:index + 1]
+    return tokens

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""
+How many bytes a runtime takes, before it takes them.
+
+Computed from the manifest and ``config.json`` alone, so that a node can refuse
+to configure instead of being killed while it loads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ..models.bundle import Bundle
+from ..models.target import read_config
+
+MIB = 1 << 20
+# Activations, tokenizer, allocator slack: measured on the default bundle, generous for larger ones.
+_WORKING_BYTES = 96 * MIB
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes by purpose; ``draft`` is the largest single draft, ``drafts`` K of the largest."""
+
+    weights: int
+    kv_cache: int
+    hidden_states: int
+    logits: int
+    shared_head: int
+    drafts: int
+    working: int
+
+    @property
+    def total(self) -> int:
+        """Bytes at the peak."""
+        return (self.weights + self.kv_cache + self.hidden_states + self.logits
+                + self.shared_head + self.drafts + self.working)
+
+
+def estimate(bundle: Bundle, dtype: torch.dtype, device: torch.device, context: int,
+             max_gamma: int, capacity: int) -> Footprint:
+    """
+    Footprint of ``bundle`` (its target located) at K = ``capacity``.
+
+    Key/value bytes count the key/value heads, not the query heads (grouped-query
+    attention), in the type that attention runs in.
+    """
+    config = read_config(bundle.target_path)
+    hidden, layers = config['hidden_size'], config['num_hidden_layers']
+    heads = config['num_attention_heads']
+    kv_heads = config.get('num_key_value_heads') or heads
+    head_dim = config.get('head_dim') or hidden // heads
+    positions = context + max_gamma + 1
+    attention_bytes = 4 if device.type == 'cpu' else dtype.itemsize
+    depths = {spec.options.get('depth') for spec in bundle.drafts
+              if spec.kind == 'shared_layers'} | {layers}
+    head_ids = bundle.head_token_ids()
+    return Footprint(
+        weights=_checkpoint_elements(bundle.target_path) * dtype.itemsize,
+        kv_cache=2 * layers * kv_heads * head_dim * positions * attention_bytes,
+        hidden_states=len(depths) * hidden * positions * dtype.itemsize,
+        logits=(max_gamma + 1) * config['vocab_size'] * (4 + dtype.itemsize),
+        shared_head=0 if head_ids is None else len(head_ids) * hidden * dtype.itemsize,
+        drafts=sum(sorted((spec.bytes for spec in bundle.drafts), reverse=True)[:capacity]),
+        working=_WORKING_BYTES)
+
+
+def affordable_capacity(fixed: int, draft_bytes: Sequence[int], budget: int) -> int:
+    """
+    K = -1: the most drafts that fit ``budget`` beside ``fixed`` bytes, whichever they are.
+
+    ``budget`` 0 means no limit: all drafts.
+    """
+    sizes = sorted((size for size in draft_bytes if size), reverse=True)
+    if not budget:
+        return len(sizes)
+    count, used = 0, fixed
+    for size in sizes:
+        used += size
+        if used > budget:
+            break
+        count += 1
+    return count
+
+
+def _checkpoint_elements(directory: Path) -> int:
+    """Weights in a Hugging Face directory, counted from its safetensors headers."""
+    import json
+    elements = 0
+    for path in sorted(directory.glob('*.safetensors')):
+        with path.open('rb') as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), 'little')))
+        header.pop('__metadata__', None)
+        for entry in header.values():
+            count = 1
+            for size in entry['shape']:
+                count *= size
+            elements += count
+    return elements

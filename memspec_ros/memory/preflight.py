@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether there is room, asked before anything is loaded."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from ..models.errors import InsufficientMemoryError
+from .footprint import MIB, Footprint
+
+
+def available_bytes(device: torch.device) -> int:
+    """
+    Bytes that can be allocated on ``device`` without hurting others.
+
+    On the CPU, and on boards whose GPU shares the system's memory, that is
+    MemAvailable: free memory leaves out what the kernel would give back.
+    """
+    if device.type == 'cuda' and not _is_unified(device):
+        return torch.cuda.mem_get_info(device)[0]
+    return system_available_bytes()
+
+
+def system_available_bytes() -> int:
+    """MemAvailable of the system, lowered to what the control group still allows."""
+    available = 1 << 62
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        lines = Path('/proc/meminfo').read_text().splitlines()
+        line = next(line for line in lines if line.startswith('MemAvailable'))
+        available = int(line.split()[1]) * 1024
+    with contextlib.suppress(OSError, ValueError):
+        limit = Path('/sys/fs/cgroup/memory.max').read_text().strip()
+        if limit != 'max':
+            used = int(Path('/sys/fs/cgroup/memory.current').read_text())
+            available = min(available, max(0, int(limit) - used))
+    return available
+
+
+def _is_unified(device: torch.device) -> bool:
+    return bool(getattr(torch.cuda.get_device_properties(device), 'is_integrated', False))
+
+
+def check(footprint: Footprint, available: int, budget: int, min_free: int) -> None:
+    """
+    Refuse what does not fit; all arguments in bytes, budget 0 for none.
+
+    Raises InsufficientMemoryError with needed and available MiB.
+    """
+    needed = footprint.total
+    if budget and needed > budget:
+        raise InsufficientMemoryError(
+            f'needs {needed / MIB:.0f} MiB, memory.budget_mib allows {budget / MIB:.0f}; '
+            'lower cache_capacity or context.max_tokens, or raise the budget')
+    if needed + min_free > available:
+        raise InsufficientMemoryError(
+            f'needs {needed / MIB:.0f} MiB and {min_free / MIB:.0f} MiB left free, '
+            f'{available / MIB:.0f} MiB are available; lower cache_capacity or '
+            'context.max_tokens, or stop other programs')
+
+
+@contextlib.contextmanager
+def machine_lock(timeout_sec: float = 300.0) -> Iterator[None]:
+    """
+    Hold a lock of this machine while measuring free memory and taking it.
+
+    Two nodes starting together would otherwise count the same free bytes.
+    Raises InsufficientMemoryError after ``timeout_sec``.
+    """
+    import fcntl
+    path = Path(tempfile.gettempdir()) / f'memspec-preflight-{os.getuid()}.lock'
+    with path.open('w') as file:
+        deadline = time.monotonic() + timeout_sec
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise InsufficientMemoryError(
+                        f'another node has been loading for {timeout_sec:.0f} s '
+                        f'(lock {path})') from None
+                time.sleep(0.05)
+        yield

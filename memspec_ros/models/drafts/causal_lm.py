@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An independent small causal language model with the target's tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ..state import DecodeState, Proposal
+from ..tokenizer import check_same_vocabulary, read_vocabulary
+from ..transformers_lm import TransformersLM, build_skeleton
+from .base import Drafter, DraftKind
+
+
+class CausalLMDrafter(Drafter):
+    """
+    Feeds itself ``tokens[cached:]``, greedily.
+
+    Its cache covers committed tokens only: drafted positions are rolled back
+    after each proposal and those accepted are kept by ``update``.
+    """
+
+    def __init__(self, lm: TransformersLM, vocab_size: int):
+        super().__init__()
+        self.lm = lm
+        self.vocab_size = vocab_size
+        self.embeddings = lm.model.get_input_embeddings().num_embeddings
+        self._drafted = 0
+
+    def lag(self, state: DecodeState) -> int:
+        return max(0, len(state.tokens) - 1 - self.cached)
+
+    def catch_up(self, state: DecodeState, limit: int) -> None:
+        count = min(limit, self.lag(state))
+        if count and self.cached + count <= self.lm.cache.capacity:
+            self._feed(state.tokens[self.cached:self.cached + count])
+            self.cached += count
+
+    def propose(self, state: DecodeState, gamma: int) -> Proposal:
+        # A draft whose own context has ended proposes nothing; decoding goes on without it.
+        gamma = min(gamma, self.lm.cache.capacity - len(state.tokens))
+        if gamma <= 0 or self.lag(state):
+            return Proposal([])
+        feed, tokens = state.tokens[self.cached:], []
+        while len(tokens) < gamma:
+            row = self._feed(feed)[-1]
+            # Rows of a padded vocabulary beyond the real ids are no tokens.
+            token = int(row[:self.vocab_size].argmax())
+            tokens.append(token)
+            feed = [token]
+        self._drafted = len(tokens)
+        return Proposal(tokens)
+
+    def update(self, state: DecodeState, accepted: int) -> None:
+        # Fed were the last committed token and all drafted ones but the last.
+        if self._drafted:
+            self.cached += 1 + min(accepted, self._drafted - 1)
+            # A block cut at a stop token ends with an accepted one, which is yet to be run.
+            self.cached = min(self.cached, len(state.tokens) - 1)
+            self._drafted = 0
+        self.lm.set_length(self.cached)
+
+    def restart(self, kept: int) -> None:
+        super().restart(kept)
+        self._drafted = 0
+        self.lm.set_length(self.cached)
+
+    def _feed(self, tokens: list[int]) -> Tensor:
+        # Committed tokens the draft has no embedding of (its vocabulary is padded less, or lacks
+        # ids) are read as another one: what follows may be rejected, but the draft lives on.
+        known = [token if token < self.embeddings else 0 for token in tokens]
+        return self.lm.forward(known, last_only=True)[0]
+
+
+class CausalLMKind(DraftKind):
+    """A Hugging Face directory: ``config.json``, ``model.safetensors``, ``tokenizer.json``."""
+
+    def __init__(self, spec, bundle, target, capacity):
+        self.directory = bundle.directory_of(spec)
+        draft_vocabulary = read_vocabulary(self.directory)
+        check_same_vocabulary(read_vocabulary(bundle.tokenizer_path), draft_vocabulary, spec.id)
+        self.vocab_size = min(max(draft_vocabulary, default=-1) + 1, target.vocab_size)
+        self.skeleton = build_skeleton(self.directory)
+        self.dtype, self.device = target.dtype, target.device
+        own = getattr(self.skeleton.config, 'max_position_embeddings', capacity)
+        self.capacity = min(capacity, own)
+
+    def attach(self, tensors: Mapping[str, Tensor]) -> Drafter:
+        with torch.inference_mode():
+            lm = TransformersLM.attach(self.skeleton, tensors, self.dtype, self.device,
+                                       self.capacity)
+        return CausalLMDrafter(lm, self.vocab_size)

@@ -1,0 +1,381 @@
+# SPDX-License-Identifier: Apache-2.0
+"""
+A lean forward pass for the Llama family (Llama 2/3, SmolLM2, Qwen2).
+
+Decoding a small model one token at a time through a general-purpose model
+class spends most of its time in overhead. This module holds the weights as
+plain tensors with the projections fused (q, k, v in one matrix; gate and up
+in one), and runs any range of layers on preallocated key/value buffers, so
+that a draft can reuse the target's lower layers.
+
+Shapes: B sequences, T new positions, S = positions seen so far including the
+new ones, H hidden width, D head width, Q query heads, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .errors import UnsupportedModelError
+
+SUPPORTED_MODEL_TYPES = ('llama', 'qwen2')
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """Sizes and constants of a Llama-family model, read from ``config.json``."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    norm_eps: float
+    rope_theta: float
+    rope_scaling: Mapping | None
+    max_positions: int
+    tied_embeddings: bool
+
+    @classmethod
+    def from_hf(cls, raw: Mapping) -> LlamaConfig:
+        """
+        Build from a Hugging Face ``config.json`` mapping.
+
+        Raises UnsupportedModelError where the lean path would compute something
+        else than the reference does (sliding window, unknown rope, other
+        activation): wrong numbers must never be the silent alternative.
+        """
+        kind = raw.get('model_type')
+        if kind not in SUPPORTED_MODEL_TYPES:
+            raise UnsupportedModelError(
+                f'model_type {kind!r} has no lean path (supported: '
+                f'{", ".join(SUPPORTED_MODEL_TYPES)})')
+        if raw.get('hidden_act', 'silu') != 'silu':
+            raise UnsupportedModelError(f'hidden_act {raw["hidden_act"]!r} has no lean path')
+        if raw.get('use_sliding_window'):
+            raise UnsupportedModelError(
+                'sliding-window attention cannot be rolled back beyond its window; '
+                'set use_sliding_window to false in config.json if the context fits the window')
+        if raw.get('mlp_bias'):
+            raise UnsupportedModelError('mlp_bias is not supported')
+        rope = dict(raw.get('rope_parameters') or raw.get('rope_scaling') or {})
+        rope_type = rope.get('rope_type', rope.get('type', 'default'))
+        if rope_type not in ('default', 'linear', 'llama3'):
+            raise UnsupportedModelError(f'rope type {rope_type!r} has no lean path')
+        for where in (rope, raw):
+            if where.get('partial_rotary_factor', 1.0) != 1.0:
+                raise UnsupportedModelError('partial rotary embedding has no lean path')
+        heads = raw['num_attention_heads']
+        return cls(
+            vocab_size=raw['vocab_size'],
+            hidden_size=raw['hidden_size'],
+            intermediate_size=raw['intermediate_size'],
+            layers=raw['num_hidden_layers'],
+            heads=heads,
+            kv_heads=raw.get('num_key_value_heads') or heads,
+            head_dim=raw.get('head_dim') or raw['hidden_size'] // heads,
+            norm_eps=raw.get('rms_norm_eps', 1e-6),
+            rope_theta=rope.get('rope_theta', raw.get('rope_theta', 10000.0)),
+            rope_scaling=rope if rope_type != 'default' else None,
+            max_positions=raw.get('max_position_embeddings', 2048),
+            tied_embeddings=raw.get('tie_word_embeddings', False),
+        )
+
+
+@dataclass
+class LayerWeights:
+    """
+    One decoder layer.
+
+    ``qkv`` [(Q + 2 KV) * D, H], ``qkv_bias`` the same rows or None (Qwen2 has
+    one), ``out`` [H, Q * D], ``gate_up`` [2 * intermediate, H], ``down``
+    [H, intermediate], norms [H].
+    """
+
+    input_norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    out: Tensor
+    post_norm: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+    NAMES = ('input_norm', 'qkv', 'qkv_bias', 'out', 'post_norm', 'gate_up', 'down')
+
+    @classmethod
+    def from_hf(cls, get: Callable[[str], Tensor | None], prefix: str) -> LayerWeights:
+        """Fuse one layer's Hugging Face tensors; ``get`` returns None for an absent name."""
+
+        def need(name: str) -> Tensor:
+            tensor = get(prefix + name)
+            if tensor is None:
+                raise UnsupportedModelError(f'tensor {prefix + name} is missing')
+            return tensor
+
+        heads = ('q_proj', 'k_proj', 'v_proj')
+        biases = [get(f'{prefix}self_attn.{name}.bias') for name in heads]
+        for name in ('self_attn.o_proj.bias', 'self_attn.q_norm.weight'):
+            if get(prefix + name) is not None:
+                raise UnsupportedModelError(f'tensor {prefix + name} has no lean path')
+        return cls(
+            input_norm=need('input_layernorm.weight'),
+            qkv=torch.cat([need(f'self_attn.{name}.weight') for name in heads]),
+            qkv_bias=(torch.cat([need(f'self_attn.{name}.bias') for name in heads])
+                      if any(bias is not None for bias in biases) else None),
+            out=need('self_attn.o_proj.weight'),
+            post_norm=need('post_attention_layernorm.weight'),
+            gate_up=torch.cat([need('mlp.gate_proj.weight'), need('mlp.up_proj.weight')]),
+            down=need('mlp.down_proj.weight'),
+        )
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Tensors by field name, without the absent ones."""
+        return {name: getattr(self, name) for name in self.NAMES
+                if getattr(self, name) is not None}
+
+
+def layer_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes of a layer's tensors, by field name of LayerWeights."""
+    qkv = (config.heads + 2 * config.kv_heads) * config.head_dim
+    hidden, wide = config.hidden_size, config.intermediate_size
+    return {
+        'input_norm': (hidden,), 'qkv': (qkv, hidden), 'qkv_bias': (qkv,),
+        'out': (hidden, config.heads * config.head_dim), 'post_norm': (hidden,),
+        'gate_up': (2 * wide, hidden), 'down': (hidden, wide),
+    }
+
+
+class Rope:
+    """
+    Rotary position embedding tables, in float32.
+
+    Tables for all positions are built once: a decode step then only slices.
+    """
+
+    def __init__(self, config: LlamaConfig, positions: int, device: torch.device):
+        half = config.head_dim // 2
+        inverse = 1.0 / config.rope_theta ** (torch.arange(half, dtype=torch.float32) / half)
+        inverse = _scale_frequencies(inverse, config.rope_scaling)
+        angles = torch.outer(torch.arange(positions, dtype=torch.float32), inverse)
+        # cos twice and (-sin, sin): then rotating is x * cos + swap_halves(x) * sin.
+        self.cos = torch.cat([angles.cos(), angles.cos()], -1).to(device)
+        self.sin = torch.cat([-angles.sin(), angles.sin()], -1).to(device)
+
+    def at(self, start: int, count: int) -> tuple[Tensor, Tensor]:
+        """(cos, sin), each [1, T, 1, D], of ``count`` positions from ``start``."""
+        span = slice(start, start + count)
+        return self.cos[span, None][None], self.sin[span, None][None]
+
+    def gather(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """(cos, sin), each [B, T, 1, D], at positions [B, T]."""
+        return self.cos[positions].unsqueeze(-2), self.sin[positions].unsqueeze(-2)
+
+
+def _scale_frequencies(inverse: Tensor, scaling: Mapping | None) -> Tensor:
+    """Linear and Llama-3 context extension, with the semantics of ``transformers``."""
+    if scaling is None:
+        return inverse
+    factor = scaling['factor']
+    if scaling.get('rope_type', scaling.get('type')) == 'linear':
+        return inverse / factor
+    original = scaling['original_max_position_embeddings']
+    low, high = scaling['low_freq_factor'], scaling['high_freq_factor']
+    wavelength = 2 * math.pi / inverse
+    blend = ((original / wavelength - low) / (high - low)).clamp(0, 1)
+    return inverse * (blend + (1 - blend) / factor)
+
+
+def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """Apply rotary embedding to x [B, T, heads, D] (float32)."""
+    cos, sin = rope
+    half = x.shape[-1] // 2
+    return x * cos + torch.cat([x[..., half:], x[..., :half]], -1) * sin
+
+
+def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+    """
+    Grouped-query attention.
+
+    query [B, T, Q, D]; keys, values [B, KV, S, D]; mask additive, broadcastable
+    to [B, KV, Q/KV, T, S], or None (one new position sees everything). Returns
+    [B, T, Q, D]. Heads of a group share one matrix product, so that keys are
+    read once and never expanded.
+    """
+    batch, new, heads, width = query.shape
+    kv_heads, seen = keys.shape[1], keys.shape[2]
+    group = heads // kv_heads
+    query = query.view(batch, new, kv_heads, group, width).permute(0, 2, 3, 1, 4)
+    query = (query * width ** -0.5).reshape(batch, kv_heads, group * new, width)
+    scores = query @ keys.transpose(-1, -2)
+    if mask is not None:
+        scores = (scores.view(batch, kv_heads, group, new, seen) + mask).view_as(scores)
+    mixed = torch.softmax(scores, -1) @ values
+    mixed = mixed.view(batch, kv_heads, group, new, width)
+    return mixed.permute(0, 3, 1, 2, 4).reshape(batch, new, heads, width)
+
+
+def causal_mask(new: int, seen: int, device: torch.device) -> Tensor | None:
+    """Additive float32 mask [T, S] for the last ``new`` of ``seen`` positions; None for one."""
+    if new == 1:
+        return None
+    return torch.full((new, seen), -torch.inf, device=device).triu(seen - new + 1)
+
+
+def project_qkv(config: LlamaConfig, w: LayerWeights, x: Tensor,
+                rope: tuple[Tensor, Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """
+    Rotated query [B, T, Q, D], rotated key and plain value [B, KV, T, D] of x [B, T, H].
+
+    They come out in ``dtype``, the type attention runs in. Rotation is float32.
+    """
+    batch, new = x.shape[:2]
+    normed = F.rms_norm(x, x.shape[-1:], w.input_norm, config.norm_eps)
+    fused = F.linear(normed, w.qkv, w.qkv_bias)
+    fused = fused.view(batch, new, config.heads + 2 * config.kv_heads, config.head_dim)
+    turning, value = fused.split([config.heads + config.kv_heads, config.kv_heads], dim=2)
+    turned = rotate(turning.float(), rope).to(dtype)
+    query, key = turned.split([config.heads, config.kv_heads], dim=2)
+    return query, key.transpose(1, 2), value.to(dtype).transpose(1, 2)
+
+
+def finish_layer(config: LlamaConfig, w: LayerWeights, x: Tensor, mixed: Tensor) -> Tensor:
+    """Output projection, residual and MLP: x [B, T, H], mixed [B, T, Q, D] -> [B, T, H]."""
+    x = x + F.linear(mixed.flatten(-2).to(x.dtype), w.out)
+    normed = F.rms_norm(x, x.shape[-1:], w.post_norm, config.norm_eps)
+    gate, up = F.linear(normed, w.gate_up).chunk(2, dim=-1)
+    return x + F.linear(F.silu(gate) * up, w.down)
+
+
+def run_layer_uncached(config: LlamaConfig, w: LayerWeights, x: Tensor,
+                       rope: tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
+    """One layer over whole sequences x [B, T, H], keeping no keys and values (training)."""
+    query, key, value = project_qkv(config, w, x, rope, torch.float32)
+    return finish_layer(config, w, x, attend(query, key, value, mask))
+
+
+class Llama:
+    """
+    Weights and forward pass of a Llama-family model.
+
+    Attributes
+    ----------
+    config: LlamaConfig
+    embedding: Tensor [V, H]
+    layers: list[LayerWeights]
+    norm: Tensor [H]
+    head: Tensor [V, H] (the embedding itself where tied)
+
+    """
+
+    def __init__(self, config: LlamaConfig, embedding: Tensor, layers: list[LayerWeights],
+                 norm: Tensor, head: Tensor, context: int | None = None):
+        self.config = config
+        self.embedding = embedding
+        self.layers = layers
+        self.norm = norm
+        self.head = head
+        self.rope = Rope(config, min(context or config.max_positions, config.max_positions),
+                         embedding.device)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the weights."""
+        return self.embedding.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the weights and of the hidden states."""
+        return self.embedding.dtype
+
+    @property
+    def attention_dtype(self) -> torch.dtype:
+        """
+        Type of keys, values and attention.
+
+        float32 on CPU, where PyTorch's bfloat16 attention is several times slower
+        than its float32 one; the model's own type elsewhere.
+        """
+        return torch.float32 if self.device.type == 'cpu' else self.dtype
+
+    @classmethod
+    def from_state(cls, config: LlamaConfig, state: Mapping[str, Tensor], dtype: torch.dtype,
+                   device: torch.device, context: int | None = None) -> Llama:
+        """Build from a Hugging Face state dict (names ``model.layers.0.…``)."""
+
+        def get(name: str) -> Tensor | None:
+            tensor = state.get(name)
+            return None if tensor is None else tensor.to(device=device, dtype=dtype)
+
+        def need(name: str) -> Tensor:
+            tensor = get(name)
+            if tensor is None:
+                raise UnsupportedModelError(f'tensor {name} is missing')
+            return tensor
+
+        def check(name: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+            if tuple(tensor.shape) != shape:
+                raise UnsupportedModelError(
+                    f'{name} is {tuple(tensor.shape)}, config.json says {shape}')
+            return tensor
+
+        table = (config.vocab_size, config.hidden_size)
+        name = 'model.embed_tokens.weight'
+        embedding = check(name, need(name), table)
+        layers = [LayerWeights.from_hf(get, f'model.layers.{i}.') for i in range(config.layers)]
+        shapes = layer_shapes(config)
+        for i, layer in enumerate(layers):
+            for field, tensor in layer.tensors().items():
+                check(f'{field} of layer {i}', tensor, shapes[field])
+        norm = check('model.norm.weight', need('model.norm.weight'), (config.hidden_size,))
+        head = embedding
+        if not config.tied_embeddings:
+            head = check('lm_head.weight', need('lm_head.weight'), table)
+        return cls(config, embedding, layers, norm, head, context)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Token ids [B, T] -> hidden states [B, T, H]."""
+        return F.embedding(tokens, self.embedding)
+
+    def run_layers(self, x: Tensor, first: int, last: int, keys: Tensor, values: Tensor,
+                   start: int, rope: tuple[Tensor, Tensor] | None = None,
+                   mask: Tensor | None = None) -> Tensor:
+        """
+        Run layers ``first`` to ``last`` (exclusive) over new positions.
+
+        x [B, T, H] stands at positions start … start + T - 1; keys and values
+        [layers, B, KV, capacity, D] hold ``start`` positions already and receive
+        the new ones. By default positions are consecutive and attention causal;
+        a batch with padding gives its own ``rope`` and ``mask``.
+        """
+        return run_layers(self.config, self.layers[first:last], x,
+                          keys[first:last], values[first:last], start,
+                          rope or self.rope.at(start, x.shape[1]), mask)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Hidden states after the last layer [..., H] -> logits [..., V] in float32."""
+        normed = F.rms_norm(x, x.shape[-1:], self.norm, self.config.norm_eps)
+        return F.linear(normed, self.head).float()
+
+
+def run_layers(config: LlamaConfig, layers: list[LayerWeights], x: Tensor,
+               keys: Tensor, values: Tensor, start: int,
+               rope: tuple[Tensor, Tensor], mask: Tensor | None = None) -> Tensor:
+    """Run ``layers`` in turn over x [B, T, H]; see Llama.run_layers."""
+    end = start + x.shape[1]
+    if mask is None:
+        mask = causal_mask(x.shape[1], end, x.device)
+    for w, layer_keys, layer_values in zip(layers, keys, values):
+        query, key, value = project_qkv(config, w, x, rope, layer_keys.dtype)
+        layer_keys[:, :, start:end] = key
+        layer_values[:, :, start:end] = value
+        mixed = attend(query, layer_keys[:, :, :end], layer_values[:, :, :end], mask)
+        x = finish_layer(config, w, x, mixed)
+    return x

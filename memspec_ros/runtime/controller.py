@@ -1,0 +1,320 @@
+# SPDX-License-Identifier: Apache-2.0
+"""
+The MemSpec controller (Algorithm 3): rank, prefetch, decode with the best draft there is.
+
+Every N iterations the policy ranks the drafts, the residency steers towards the
+ranking in the background, and the best-ranked draft that is READY goes on.
+Nothing here ever waits for a load.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from ..decoding.draft_length import DraftLength
+from ..decoding.engine import CATCH_UP_ROWS, DraftFailure, Engine
+from ..decoding.output import OutputStream
+from ..decoding.stats import GenerationStats, StepRecord
+from ..models.tokenizer import Tokenizer
+from .policies import Plan, Policy
+from .ranking import Acceptance, RankingContext
+from .requests import Chunk, Finish, PreparedRequest
+from .residency import Residency
+
+# Recent output that a ranker sees, in tokens.
+RECENT_TOKENS = 32
+# Iterations kept for windowed figures.
+KEPT_STEPS = 1024
+
+
+@dataclass
+class Settings:
+    """
+    What may change while the controller runs; read at interval boundaries.
+
+    cache_capacity: K. scheduling_interval: N. speculate: False decodes plainly.
+    """
+
+    cache_capacity: int = 2
+    scheduling_interval: int = 4
+    speculate: bool = True
+
+
+@dataclass
+class _Turn:
+    """The state of one request while it runs."""
+
+    request: PreparedRequest
+    context: RankingContext
+    stats: GenerationStats
+    output: OutputStream
+    plan: Plan | None = None
+    active: str = ''
+    previous: str = ''
+    warming: str = ''
+    t_predict: float = 0.0
+    t_warm: float = 0.0
+    first_token_at: float | None = None
+    last_token_at: float | None = None
+
+
+class Controller:
+    """
+    Answers one request at a time over an Engine and a Residency.
+
+    Used by one thread; ``settings`` may be changed by others.
+    """
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, residency: Residency,
+                 policy: Policy, draft_length: DraftLength, settings: Settings,
+                 stop_ids: frozenset[int]):
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.residency = residency
+        self.policy = policy
+        self.draft_length = draft_length
+        self.settings = settings
+        self.stop_ids = stop_ids
+        self.clock = engine.clock
+        self.active = ''
+        self.desired = ''
+        # (clock, step), for whoever shows windowed figures; appended by one thread, read by any.
+        self.recent_steps: deque[tuple[float, StepRecord]] = deque(maxlen=KEPT_STEPS)
+
+    def generate(self, request: PreparedRequest,
+                 cancelled: Callable[[], bool] = lambda: False) -> Iterator[Chunk]:
+        """
+        Answer a request; the last chunk says how it ended.
+
+        ``cancelled`` and the deadline are looked at every iteration and between
+        the chunks of the prefill. Faults of the engine end the request
+        (OUT_OF_MEMORY, INTERNAL), not the controller.
+        """
+        turn = self._turn(request)
+        seq = 0
+        finish, message = None, ''
+        try:
+            self._begin(turn)
+            finish = self._prefill(turn, cancelled)
+            before = self.clock()
+            turn.stats.prefill_sec = before - self._started
+            while finish is None:
+                finish = self._interruption(request, cancelled)
+                if finish is not None:
+                    break
+                step, chunk = self._iterate(turn, seq)
+                finish = self._end(turn, chunk)
+                now = self.clock()
+                between = now - before - step.duration - turn.t_predict - turn.t_warm
+                self._count(turn, step, between, now)
+                before = now
+                if finish is None:
+                    yield chunk
+                else:
+                    yield self._last(turn, finish, '', chunk)
+                    return
+                seq += 1
+        except Exception as error:  # noqa: BLE001 (the worker outlives whatever a request meets)
+            finish = Finish.OUT_OF_MEMORY if _is_out_of_memory(error) else Finish.INTERNAL
+            message = f'{type(error).__name__}: {error}'
+        finally:
+            self.active = self.desired = ''
+        yield self._last(turn, finish, message, Chunk(seq, '', []))
+
+    def reset(self) -> None:
+        """Forget drafts, cached prompt and acceptance: the next request starts cold (benchmarks)."""
+        self.residency.clear()
+        self.engine.state.restart([0])
+        self.engine.state.hold(0)
+
+    def _turn(self, request: PreparedRequest) -> _Turn:
+        self._started = self.clock()
+        self._loads = self.residency.counters.loads
+        self._evictions = self.residency.counters.evictions
+        return _Turn(
+            request, RankingContext(request.prompt_ids, request.prompt_text),
+            GenerationStats(prompt_tokens=len(request.prompt_ids),
+                            queue_sec=self._started - request.accepted_at),
+            OutputStream(self.tokenizer.decode, request.stop))
+
+    def _begin(self, turn: _Turn) -> None:
+        self.policy.begin(turn.context)
+        self._schedule(turn, first=True)
+
+    def _prefill(self, turn: _Turn, cancelled: Callable[[], bool]) -> Finish | None:
+        """Run the prompt while the first draft loads; None when ready to decode."""
+        chunks = self.engine.prefill(turn.request.prompt_ids)
+        turn.stats.cached_tokens = kept = next(chunks)
+        for drafter in self.residency.drafters():
+            drafter.restart(kept)
+        finish = self._interruption(turn.request, cancelled)
+        while finish is None and next(chunks, None) is not None:
+            self.residency.poll()
+            finish = self._interruption(turn.request, cancelled)
+        return finish
+
+    def _iterate(self, turn: _Turn, seq: int) -> tuple[StepRecord, Chunk]:
+        """One iteration of Algorithm 3 and the chunk it makes."""
+        turn.t_predict = turn.t_warm = 0.0
+        loaded = self.residency.poll()
+        at_boundary = turn.stats.iterations % max(1, self.settings.scheduling_interval) == 0
+        if at_boundary or (loaded and not self.residency.is_ready(turn.active)):
+            self._schedule(turn, first=False)
+        self._warm(turn)
+        drafter = self.residency.drafter(turn.active) if self.settings.speculate else None
+        gamma = self.draft_length.choose(turn.active) if drafter is not None else 0
+        # A draft that is still catching up was not asked, and has not failed to answer.
+        cold = drafter is not None and drafter.lag(self.engine.state) > CATCH_UP_ROWS
+        limit = turn.request.max_new_tokens - len(turn.output.token_ids)
+        stop_ids = frozenset() if turn.request.ignore_eos else self.stop_ids
+        try:
+            tokens, step = self.engine.step(drafter, gamma, limit, stop_ids)
+        except DraftFailure as failure:
+            self._give_up(turn, turn.active, str(failure))
+            drafter = None
+            tokens, step = self.engine.step(None, 0, limit, stop_ids)
+        step.draft = turn.active if drafter is not None else ''
+        step.desired = turn.plan.desired
+        step.t_predict = turn.t_predict
+        if drafter is not None and min(gamma, limit - 1) > 0 and not cold:
+            turn.context.acceptance.setdefault(step.draft, Acceptance()).add(step)
+        self.draft_length.observe(step)
+        if step.draft_error:
+            self._give_up(turn, step.draft, step.draft_error)
+        text, taken = turn.output.add(tokens)
+        # A stop string within the block: what comes after it was never part of the answer.
+        step.emitted, step.accepted = taken, min(step.accepted, taken)
+        chunk = Chunk(seq, text, tokens[:taken], step.draft if step.drafted else '', step=step)
+        return step, chunk
+
+    def _schedule(self, turn: _Turn, first: bool) -> None:
+        """Interval boundary: rank (Algorithm 1), steer residency (2), choose the draft (3)."""
+        start = self.clock()
+        state, context = self.engine.state, turn.context
+        if not first:
+            context.recent = turn.output.token_ids[-RECENT_TOKENS:]
+            context.recent_text = self.tokenizer.decode(context.recent)
+            context.hidden = state.last_hidden
+        turn.plan = plan = self.policy.plan(context) if self.settings.speculate else Plan([])
+        if self.settings.cache_capacity != self.residency.capacity:
+            self.residency.set_capacity(self.settings.cache_capacity, turn.active or None)
+        if self.settings.speculate:
+            self._replace_only_resident(turn, plan)
+            self.residency.update(plan.ranked, turn.active or None, plan.working_set,
+                                  plan.prefetch)
+        self._choose(turn, plan, first)
+        turn.t_predict += self.clock() - start
+
+    def _choose(self, turn: _Turn, plan: Plan, first: bool) -> None:
+        """
+        The best-ranked READY draft that is warm; a better one that is cold is warmed meanwhile.
+
+        If none is warm, the best READY one: it warms over the next iterations.
+        """
+        turn.warming, chosen = '', None
+        for draft, _ in plan.ranked:
+            drafter = self.residency.drafter(draft)
+            if drafter is None:
+                continue
+            if first or drafter.lag(self.engine.state) <= CATCH_UP_ROWS:
+                chosen = draft
+                break
+            turn.warming = turn.warming or draft
+        if chosen is None:
+            chosen, turn.warming = turn.warming, ''
+        turn.active = self.active = chosen
+        self.desired = plan.desired
+        if chosen:
+            # Plain decoding between two drafts (one failed, or was given up) is part of the switch.
+            turn.stats.switches += turn.previous not in ('', chosen)
+            turn.previous = chosen
+            self.residency.note_use(chosen)
+
+    def _warm(self, turn: _Turn) -> None:
+        """Let a better draft that is READY but cold catch up a little."""
+        drafter = self.residency.drafter(turn.warming) if turn.warming else None
+        if drafter is not None:
+            start = self.clock()
+            try:
+                drafter.catch_up(self.engine.state, CATCH_UP_ROWS)
+            except Exception as error:  # noqa: BLE001 (as in Engine.step)
+                self._give_up(turn, turn.warming, str(error) or type(error).__name__)
+            turn.t_warm = self.clock() - start
+            turn.stats.catch_up_sec += turn.t_warm
+
+    def _give_up(self, turn: _Turn, draft: str, reason: str) -> None:
+        """Take a misbehaving draft out of service, and go on with the next best at once."""
+        self.residency.fail(draft, reason)
+        self._choose(turn, turn.plan, first=False)
+
+    def _replace_only_resident(self, turn: _Turn, plan: Plan) -> None:
+        """
+        K = 1: give up the active draft if what remains to be written repays the gap.
+
+        While its successor loads, a slot-free draft or plain decoding goes on.
+        """
+        active = turn.active
+        if self.residency.capacity != 1 or active not in self.residency.resident:
+            return
+        scores = dict(plan.ranked)
+        wanted = next((d for d, _ in plan.ranked if not self.residency.is_slot_free(d)), active)
+        if wanted == active or active not in scores or not self.residency.can_load(wanted):
+            return
+        gamma = max(1, self.draft_length.max_gamma)
+        now, then = (_tokens_per_iteration(scores[d], gamma) for d in (active, wanted))
+        remaining = turn.request.max_new_tokens - len(turn.output.token_ids)
+        step_sec = self.draft_length.verify_cost(gamma + 1)
+        bridged = self.residency.estimated_load_sec(wanted) / step_sec
+        # In iterations: saved by the better draft, lost while nothing (worth one token) bridges.
+        if remaining / now - remaining / then > bridged * (now - 1) / now:
+            self.residency.release(active)
+            turn.active = ''
+
+    def _interruption(self, request: PreparedRequest,
+                      cancelled: Callable[[], bool]) -> Finish | None:
+        if cancelled():
+            return Finish.CANCELED
+        if request.timeout_sec and self.clock() - request.accepted_at >= request.timeout_sec:
+            return Finish.TIMEOUT
+        return None
+
+    def _end(self, turn: _Turn, chunk: Chunk) -> Finish | None:
+        if turn.output.stopped:
+            return Finish.STOP
+        if not turn.request.ignore_eos and chunk.token_ids[-1] in self.stop_ids:
+            return Finish.STOP
+        if len(turn.output.token_ids) >= turn.request.max_new_tokens:
+            return Finish.LENGTH
+        return None
+
+    def _count(self, turn: _Turn, step: StepRecord, between: float, now: float) -> None:
+        turn.stats.add(step, max(0.0, between))
+        self.recent_steps.append((now, step))
+        if turn.first_token_at is None:
+            turn.first_token_at = now
+            turn.stats.time_to_first_token_sec = now - turn.request.accepted_at
+        elif step.emitted:
+            # Tokens of an iteration arrive together: one gap, then none.
+            turn.stats.gaps += [now - turn.last_token_at] + [0.0] * (step.emitted - 1)
+        turn.last_token_at = now
+
+    def _last(self, turn: _Turn, finish: Finish, message: str, chunk: Chunk) -> Chunk:
+        stats, counters = turn.stats, self.residency.counters
+        stats.total_sec = self.clock() - turn.request.accepted_at
+        stats.loads = counters.loads - self._loads
+        stats.evictions = counters.evictions - self._evictions
+        chunk.text += turn.output.finish()
+        chunk.last, chunk.finish, chunk.message, chunk.stats = True, finish, message, stats
+        return chunk
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    text = str(error)
+    return isinstance(error, MemoryError) or 'out of memory' in text or 'enough memory' in text
+
+
+def _tokens_per_iteration(acceptance: float, gamma: int) -> float:
+    """Expected tokens of an iteration at a uniform acceptance: 1 + a + … + a^gamma."""
+    return sum(acceptance ** depth for depth in range(gamma + 1))

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Opening a bundle: everything a controller needs, put together in one place."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from ..decoding.draft_length import DraftLength
+from ..decoding.engine import Engine
+from ..models.bundle import Bundle, load_bundle
+from ..models.drafts import KINDS
+from ..models.errors import BundleError, InvalidRequestError
+from ..models.target import Target, load_target, read_config
+from ..models.target_files import locate_target
+from ..models.tokenizer import Tokenizer
+from .controller import Controller, Settings
+from .loader import FileStore, Loader, Store, ThreadLoader
+from .policies import make_policy
+from .ranking import make_ranker
+from .requests import GenerationRequest, PreparedRequest, prepare
+from .residency import Residency
+
+DTYPES = {'bfloat16': torch.bfloat16, 'float32': torch.float32, 'float16': torch.float16}
+
+
+@dataclass
+class RuntimeOptions:
+    """
+    How to run a bundle.
+
+    dtype 'auto' is bfloat16 where the processor has it, float32 elsewhere.
+    max_gamma 0 switches speculation off. threads 0 leaves PyTorch's choice.
+    """
+
+    device: str = 'auto'
+    dtype: str = 'auto'
+    context: int = 2048
+    max_gamma: int = 4
+    adaptive: bool = True
+    policy: str = 'memspec'
+    generic_target: bool = False
+    threads: int = 0
+    settings: Settings = field(default_factory=Settings)
+
+
+def choose_device(name: str) -> torch.device:
+    """Resolve 'auto', 'cpu' or 'cuda[:N]'; InvalidRequestError where it is not there."""
+    if name == 'auto':
+        return torch.device('cuda:0' if torch.cuda.is_available() else 'cpu')
+    if name == 'cpu':
+        return torch.device('cpu')
+    kind, _, index = name.partition(':')
+    if kind != 'cuda' or not (index == '' or index.isdigit()):
+        raise InvalidRequestError(f'device {name!r}: expected auto, cpu or cuda:N')
+    if not torch.cuda.is_available():
+        raise InvalidRequestError(f'device {name!r}: this PyTorch sees no CUDA device; use cpu')
+    if int(index or 0) >= torch.cuda.device_count():
+        raise InvalidRequestError(
+            f'device {name!r}: there are {torch.cuda.device_count()} CUDA devices')
+    return torch.device('cuda', int(index or 0))
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """Resolve 'auto' and the names of DTYPES for ``device``."""
+    if name != 'auto':
+        if name not in DTYPES:
+            raise InvalidRequestError(
+                f'dtype {name!r}: expected auto, {", ".join(sorted(DTYPES))}')
+        return DTYPES[name]
+    if device.type == 'cuda':
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+    return torch.bfloat16 if _cpu_has_bfloat16() else torch.float32
+
+
+def _cpu_has_bfloat16() -> bool:
+    """Whether bfloat16 products are native here, so that they are faster than float32 ones."""
+    try:
+        flags = Path('/proc/cpuinfo').read_text()
+    except OSError:
+        return False
+    return any(f' {flag}' in flags for flag in ('avx512_bf16', 'amx_bf16', 'bf16'))
+
+
+class Runtime:
+    """
+    An opened bundle: target in memory, drafts under residency, controller ready.
+
+    Open with ``Runtime.open``; ``close`` ends the loader thread and drops all weights.
+    """
+
+    def __init__(self, bundle: Bundle, options: RuntimeOptions, target: Target,
+                 tokenizer: Tokenizer, loader: Loader, controller: Controller):
+        self.bundle = bundle
+        self.options = options
+        self.target = target
+        self.tokenizer = tokenizer
+        self.controller = controller
+        self._loader = loader
+
+    @classmethod
+    def open(cls, path: Path | str | None = None, options: RuntimeOptions | None = None,
+             clock: Callable[[], float] = time.monotonic,
+             progress: Callable[[str, float], None] | None = None,
+             store: Store | None = None) -> Runtime:
+        """
+        Load the bundle of ``path`` (None or '': the default one).
+
+        ``progress(stage, fraction)`` is told of slow work. Raises MemSpecError
+        saying what is wrong and where.
+        """
+        options = replace(options) if options else RuntimeOptions()
+        tell = progress or (lambda stage, fraction: None)
+        tell('reading the bundle', 0.0)
+        bundle = load_bundle(path)
+        device = choose_device(options.device)
+        dtype = choose_dtype(options.dtype, device)
+        if options.threads:
+            torch.set_num_threads(options.threads)
+        directory = locate_target(bundle, progress)
+        tell('loading the tokenizer', 0.2)
+        tokenizer = Tokenizer(bundle.tokenizer_path)
+        tell('loading the target', 0.3)
+        target = load_target(directory, dtype, device, options.context, options.generic_target)
+        if target.vocab_size < tokenizer.size:
+            raise BundleError(f'the target has {target.vocab_size} ids, its tokenizer '
+                              f'{tokenizer.size}: they do not belong together')
+        options.context = min(options.context, target.max_positions)
+        tell('preparing the drafts', 0.8)
+        capacity = options.context + options.max_gamma + 1
+        kinds = {spec.id: (KINDS[spec.kind](spec, bundle, target, capacity), spec.bytes)
+                 for spec in bundle.drafts} if options.max_gamma else {}
+        depths = frozenset().union(*(kind.depths for kind, _ in kinds.values()))
+        engine = Engine(target, options.context, options.max_gamma, depths, clock)
+        if store is None:
+            store = FileStore({spec.id: (bundle.weight_file(spec), spec.sha256)
+                               for spec in bundle.drafts if spec.path})
+        drafts = [spec for spec in bundle.drafts if spec.id in kinds]
+        policy = make_policy(options.policy, drafts, make_ranker(bundle.ranker, drafts))
+        draft_length = DraftLength(options.max_gamma, options.adaptive)
+        loader = ThreadLoader(store)
+        residency = Residency(kinds, loader, options.settings.cache_capacity, clock)
+        controller = Controller(engine, tokenizer, residency, policy, draft_length,
+                                options.settings, stop_ids_of(directory, tokenizer))
+        runtime = cls(bundle, options, target, tokenizer, loader, controller)
+        tell('warming up', 0.9)
+        try:
+            runtime._warm_up()
+        except BaseException:
+            runtime.close()
+            raise
+        tell('ready', 1.0)
+        return runtime
+
+    @property
+    def architecture(self) -> str:
+        """Family of the target, such as llama."""
+        return read_config(self.bundle.target_path).get('model_type', '')
+
+    def prepare(self, request: GenerationRequest) -> PreparedRequest:
+        """Check and tokenise a request; raises InvalidRequestError."""
+        return prepare(request, self.tokenizer, self.options.context, self.controller.clock())
+
+    def close(self) -> None:
+        """End the loader thread and let go of all weights."""
+        self._loader.close()
+        self.controller = self.target = None
+
+    def _warm_up(self) -> None:
+        """Run each verify size once for the kernels and once for the clock: costs are known."""
+        engine, draft_length = self.controller.engine, self.controller.draft_length
+        engine.state.restart([0] * 8)
+        sizes = range(1, self.options.max_gamma + 2)
+        for rows in (*sizes, *sizes):
+            start = engine.clock()
+            engine.target.forward(engine.state, [0] * rows)
+            # The second round replaces the first, which also paid for setting kernels up.
+            draft_length.calibrate(rows, engine.clock() - start)
+        engine.state.restart([0])
+        engine.state.hold(0)
+
+
+def stop_ids_of(directory: Path, tokenizer: Tokenizer) -> frozenset[int]:
+    """End-of-sequence ids: what the model's configurations say, and the tokenizer's own."""
+    ids = set()
+    # A chat model's end of turn is often in generation_config.json alone.
+    names = [name for name in ('config.json', 'generation_config.json')
+             if name == 'config.json' or (directory / name).is_file()]
+    for name in names:
+        raw = read_config(directory, name).get('eos_token_id')
+        ids.update(raw if isinstance(raw, list) else [] if raw is None else [raw])
+    if tokenizer.eos_id is not None:
+        ids.add(tokenizer.eos_id)
+    return frozenset(ids)

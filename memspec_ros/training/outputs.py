@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""
+The target's own greedy outputs, the data drafts are distilled from.
+
+A draft is judged by how often it says what the target says next, so it is
+trained on text the target itself wrote. Outputs are kept in a JSON-lines store,
+one record a prompt, appended as batches finish: an interrupted run loses at
+most the batch it was in, and a second run over the same prompts does nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..models.errors import MemSpecError
+from ..models.llama import Llama
+
+
+@dataclass(frozen=True)
+class OutputRecord:
+    """One prompt and what the target answered; token ids, ``key`` names the content."""
+
+    key: str
+    domain: str
+    prompt_ids: list[int]
+    output_ids: list[int]
+
+
+class PromptFileError(MemSpecError):
+    """A line of a prompt file is not what it should be."""
+
+
+def read_prompts(path: Path) -> Iterator[tuple[str, str]]:
+    """
+    Yield (domain, prompt) from a JSON-lines file with fields ``prompt`` and ``domain``.
+
+    Raises PromptFileError naming the line.
+    """
+    with path.open(encoding='utf-8') as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+                prompt, domain = record['prompt'], record['domain']
+            except (ValueError, KeyError, TypeError) as error:
+                raise PromptFileError(
+                    f'{path}, line {number}: expected a JSON object with "prompt" and '
+                    f'"domain" ({type(error).__name__}: {error})') from error
+            if not (isinstance(prompt, str) and isinstance(domain, str)):
+                raise PromptFileError(
+                    f'{path}, line {number}: "prompt" and "domain" must be strings')
+            yield domain, prompt
+
+
+def content_key(prompt_ids: list[int]) -> str:
+    """Name of a prompt by its tokens, so that a reworded prompt is a new record."""
+    return hashlib.sha256(json.dumps(prompt_ids).encode()).hexdigest()[:16]
+
+
+class OutputStore:
+    """Append-only JSON-lines file of OutputRecord."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __iter__(self) -> Iterator[OutputRecord]:
+        if not self.path.exists():
+            return
+        with self.path.open(encoding='utf-8') as lines:
+            for line in lines:
+                if not line.endswith('\n'):
+                    break  # the last write was cut short: that record is made again
+                raw = json.loads(line)
+                yield OutputRecord(raw.get('key') or content_key(raw['prompt_ids']),
+                                   raw['domain'], raw['prompt_ids'], raw['output_ids'])
+
+    def append(self, records: Iterable[OutputRecord]) -> None:
+        """Write records at the end, dropping a line that an interruption cut short."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open('a+b') as file:
+            file.seek(0)
+            whole = file.read().rfind(b'\n') + 1
+            file.truncate(whole)
+            for record in records:
+                file.write(json.dumps(vars(record), separators=(',', ':')).encode() + b'\n')
+
+
+@torch.inference_mode()
+def generate_batch(target: Llama, prompts: list[list[int]], max_new_tokens: int,
+                   stop_ids: frozenset[int]) -> list[list[int]]:
+    """
+    Greedy outputs of several prompts at once, each ending with its stop token if it stopped.
+
+    Prompts are padded on the left, so that all rows decode at the same buffer
+    position; a row's rotary positions start at its first real token. Rows that
+    have stopped are removed from the batch, which keeps long stragglers cheap.
+    """
+    config, device = target.config, target.device
+    longest = max(map(len, prompts))
+    capacity = longest + max_new_tokens
+    pad = torch.tensor([longest - len(p) for p in prompts], device=device)
+    tokens = torch.tensor([[0] * (longest - len(p)) + p for p in prompts], device=device)
+    shape = (config.layers, len(prompts), config.kv_heads, capacity, config.head_dim)
+    keys = torch.zeros(shape, dtype=target.attention_dtype, device=device)
+    values = torch.zeros_like(keys)
+    rows = list(range(len(prompts)))
+    ended: set[int] = set()
+    outputs: list[list[int]] = [[] for _ in prompts]
+    start = 0
+    while rows:
+        end = start + tokens.shape[1]
+        steps = torch.arange(start, end, device=device)
+        rope = target.rope.gather((steps - pad[:, None]).clamp(min=0))
+        hidden = target.run_layers(target.embed(tokens), 0, config.layers, keys, values, start,
+                                   rope, _padded_mask(steps, end, pad))
+        chosen = target.logits(hidden[:, -1]).argmax(-1)
+        start = end
+        for row, token in zip(rows, chosen.tolist()):
+            outputs[row].append(token)
+            if token in stop_ids or len(outputs[row]) >= max_new_tokens:
+                ended.add(row)
+        going = [i for i, row in enumerate(rows) if row not in ended]
+        # Copying the cache costs; do it only when a quarter of the rows has ended.
+        if not going or len(going) <= 0.75 * len(rows):
+            kept = torch.tensor(going, dtype=torch.long, device=device)
+            keys, values = keys[:, kept], values[:, kept]
+            pad, chosen = pad[kept], chosen[kept]
+            rows = [rows[i] for i in going]
+        tokens = chosen[:, None]
+        if start == capacity:
+            break
+    return [_cut(output, stop_ids, max_new_tokens) for output in outputs]
+
+
+def _padded_mask(steps: Tensor, end: int, pad: Tensor) -> Tensor:
+    """Additive causal mask [B, 1, 1, T, S] that hides left padding from real positions."""
+    seen = torch.arange(end, device=steps.device)
+    visible = (seen <= steps[:, None]) & (seen >= pad[:, None, None])
+    # A padding row would see nothing and softmax to NaN: let it see itself.
+    visible |= seen == steps[:, None]
+    mask = torch.zeros(visible.shape, device=steps.device)
+    return mask.masked_fill_(~visible, -torch.inf)[:, None, None]
+
+
+def _cut(output: list[int], stop_ids: frozenset[int], limit: int) -> list[int]:
+    """End an output at its first stop token (inclusive) and at the limit."""
+    for i, token in enumerate(output[:limit]):
+        if token in stop_ids:
+            return output[:i + 1]
+    return output[:limit]
+
+
+def fill_store(store: OutputStore, target: Llama, prompts: Iterable[tuple[str, list[int]]],
+               max_new_tokens: int, stop_ids: frozenset[int], batch_size: int,
+               report: Callable[[int, int], None] | None = None) -> None:
+    """
+    Generate what the store lacks for ``prompts`` (domain, prompt ids).
+
+    Prompts of like length are batched together, since padding is work thrown
+    away. ``report`` is called with (prompts done, prompts in all).
+    """
+    have = {record.key for record in store}
+    missing = {}
+    for domain, ids in prompts:
+        key = content_key(ids)
+        if key not in have:
+            missing[key] = (domain, ids)
+    order = sorted(missing.items(), key=lambda item: len(item[1][1]))
+    batches = [order[i:i + batch_size] for i in range(0, len(order), batch_size)]
+    # Short and long batches in turn: an interrupted run then holds both.
+    batches = batches[0::3] + batches[1::3] + batches[2::3]
+    done = 0
+    for batch in batches:
+        outputs = generate_batch(target, [ids for _, (_, ids) in batch], max_new_tokens, stop_ids)
+        store.append(OutputRecord(key, domain, ids, output)
+                     for (key, (domain, ids)), output in zip(batch, outputs))
+        done += len(batch)
+        if report:
+            report(done, len(order))
