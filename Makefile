@@ -93,8 +93,8 @@ clean:
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .PHONY: target
-target: $(VENV)/.created
-	@$(python) scripts/fetch_default_target.py --dest "$$MEMSPEC_CACHE"
+target: $(VENV)/.installed
+	@$(VENV)/bin/memspec fetch
 
 # Each step leaves a stamp in the environment once it has succeeded.
 

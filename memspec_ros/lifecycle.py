@@ -84,17 +84,27 @@ class ResponsiveLifecycleNode(LifecycleNodeMixin, Node):
             self.get_logger().warning('a transition is running already; this one is refused')
             return False
         try:
-            method = _LEGAL.get(self.state_id, {}).get(transition_id)
-            if method is None:
-                self.get_logger().warning(
-                    f'transition {transition_id} is not possible in state {self.state_label}')
-                return False
+            return self._change(transition_id)
+        finally:
+            self._transition_lock.release()
+
+    def shut_down(self) -> None:
+        """Wait for the transition that is running, if any, then shut down from any state."""
+        with self._transition_lock:
+            if self.state_id in _SHUTDOWNS:
+                self._change(_SHUTDOWNS[self.state_id])
+
+    def _change(self, transition_id: int) -> bool:
+        method = _LEGAL.get(self.state_id, {}).get(transition_id)
+        if method is None:
+            self.get_logger().warning(
+                f'transition {transition_id} is not possible in state {self.state_label}')
+            return False
+        try:
             return getattr(self, method)() is SUCCESS
         except Exception:  # noqa: BLE001 (a broken transition is reported, the node stays up)
             self.get_logger().error(f'transition failed:\n{traceback.format_exc()}')
             return False
-        finally:
-            self._transition_lock.release()
 
     async def run_beside(self, work: Callable[[], object]) -> object:
         """Await ``work()`` on a thread of its own; its exceptions come back."""

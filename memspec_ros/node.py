@@ -14,6 +14,7 @@ import math
 import signal
 import sys
 import threading
+import time
 import traceback
 import uuid
 from collections import Counter, OrderedDict
@@ -42,7 +43,7 @@ from .parameters import NodeParameters
 from .runtime.controller import Settings
 from .runtime.residency import SlotState
 from .runtime.runtime import Runtime, RuntimeOptions, choose_device, choose_dtype
-from .runtime.worker import GenerationWorker, Job, JobState, QueueFullError
+from .runtime.worker import GenerationWorker, Job, QueueFullError
 from .srv import Cancel, Generate, GetResult, Submit
 
 RESIDENCY_MIN_PERIOD_SEC = 0.05
@@ -50,6 +51,12 @@ WINDOW_SEC = 30.0
 KEPT_SESSIONS = 16
 # Long enough for a slow client to ask, short enough to keep memory flat.
 ACTION_RESULT_TIMEOUT_SEC = 60
+# For the last answers to leave before the process ends.
+FAREWELL_SEC = 0.5
+
+
+class StoppedError(MemSpecError):
+    """A transition was given up since the process is to end."""
 
 
 class _Stream:
@@ -93,7 +100,10 @@ class MemSpecNode(ResponsiveLifecycleNode):
         super().__init__('memspec', **kwargs)
         self.runtime: Runtime | None = None
         self.worker: GenerationWorker | None = None
+        # A request is queued either before the drain of a transition, or not at all.
+        self._gate = threading.Lock()
         self._accepting = False
+        self._stopping = threading.Event()
         self._transition_error = ''
         self._requests: Counter[str] = Counter()
         self._last_stats = None
@@ -224,17 +234,18 @@ class MemSpecNode(ResponsiveLifecycleNode):
         """Check and queue a request: (job, None), or (None, status that says why not)."""
         worker, runtime = self.worker, self.runtime
         if not self._accepting or worker is None or runtime is None:
-            return None, messages.status(
-                GenerationStatus.NOT_ACTIVE,
-                f'the node is {self.state_label}; activate it first')
+            return None, self._not_active()
         try:
             history = self._sessions.get(message.session_id, []) if message.session_id else []
             prepared = runtime.prepare(messages.to_request(message, self.parameters, history))
             job = Job(message.request_id or uuid.uuid4().hex, prepared, message.client_id,
                       message.priority)
             job.on_chunk = self._listener(job, message, on_end, feedback)
-            worker.submit(job)
-            return job, None
+            with self._gate:
+                if self._accepting:
+                    worker.submit(job)
+                    return job, None
+            refused = self._not_active()
         except (InvalidRequestError, QueueFullError) as error:
             refused = messages.refusal(error)
         except Exception as error:  # noqa: BLE001 (a request must never end the executor)
@@ -242,6 +253,14 @@ class MemSpecNode(ResponsiveLifecycleNode):
             refused = messages.refusal(error)
         self._requests[messages.STATUS_NAMES[refused.code]] += 1
         return None, refused
+
+    def _not_active(self) -> GenerationStatus:
+        return messages.status(GenerationStatus.NOT_ACTIVE,
+                               f'the node is {self.state_label}; activate it first')
+
+    def _refuse_requests(self) -> None:
+        with self._gate:
+            self._accepting = False
 
     def _listener(self, job: Job, message: GenerateRequest, on_end, feedback):
         """What happens with each chunk of a job, on the worker thread."""
@@ -282,27 +301,27 @@ class MemSpecNode(ResponsiveLifecycleNode):
     # --- lifecycle -----------------------------------------------------------------------------
 
     def on_configure(self, state) -> object:
-        return self._transition('configure', lambda: self._configure(state))
+        return self._transition('configure', self._configure, state)
 
     def on_activate(self, state) -> object:
-        return self._transition('activate', lambda: self._activate(state))
+        return self._transition('activate', self._activate, state)
 
     def on_deactivate(self, state) -> object:
-        return self._transition('deactivate', lambda: self._deactivate(state))
+        return self._transition('deactivate', self._deactivate, state)
 
     def on_cleanup(self, state) -> object:
-        return self._transition('clean up', lambda: self._release(state, super().on_cleanup))
+        return self._transition('clean up', self._release, state, super().on_cleanup)
 
     def on_shutdown(self, state) -> object:
-        return self._transition('shut down', lambda: self._release(state, super().on_shutdown))
+        return self._transition('shut down', self._release, state, super().on_shutdown)
 
     def on_error(self, state) -> object:
-        return self._transition('recover', lambda: self._release(state, super().on_error))
+        return self._transition('recover', self._release, state, super().on_error)
 
-    def _transition(self, name: str, work: Callable[[], object]) -> object:
+    def _transition(self, name: str, work: Callable[..., object], *arguments) -> object:
         """Run a transition: a MemSpecError is a FAILURE with its reason, a fault an ERROR."""
         try:
-            result = work()
+            result = work(*arguments)
             self._transition_error = ''
             return result
         except MemSpecError as error:
@@ -318,7 +337,7 @@ class MemSpecNode(ResponsiveLifecycleNode):
         if self.parameters.errors:
             raise InvalidRequestError('; '.join(self.parameters.errors.values()))
         self.get_logger().info(f'configuring with {self.parameters.effective()}')
-        with preflight.machine_lock():
+        with preflight.machine_lock(while_waiting=self._check_stopping):
             options = self._preflight()
             self.runtime = Runtime.open(self.parameters['bundle'] or None, options,
                                         progress=self._log_progress())
@@ -342,13 +361,13 @@ class MemSpecNode(ResponsiveLifecycleNode):
         sizes = [spec.bytes for spec in bundle.drafts]
         capacity = value['cache_capacity']
         context = value['context.max_tokens']
+        fixed = estimate(bundle, dtype, device, context, gamma, 0)
+        self._affordable_capacity = affordable_capacity(fixed.total, sizes, budget)
         if capacity < 0:
-            fixed = estimate(bundle, dtype, device, context, gamma, 0)
-            capacity = affordable_capacity(fixed.total, sizes, budget)
+            capacity = self._affordable_capacity
         footprint = estimate(bundle, dtype, device, context, gamma, capacity)
         preflight.check(footprint, preflight.available_bytes(device), budget,
                         value['memory.min_free_mib'] * MIB)
-        self._derived_capacity = capacity
         return RuntimeOptions(
             device=value['device'], dtype=value['dtype'], context=context, max_gamma=gamma,
             adaptive=value['draft.adaptive'], policy=value['policy'], threads=value['threads'],
@@ -360,7 +379,7 @@ class MemSpecNode(ResponsiveLifecycleNode):
         return result
 
     def _deactivate(self, state) -> object:
-        self._accepting = False
+        self._refuse_requests()
         # Before the publishers close: every client gets its last chunk.
         if self.worker is not None:
             self.worker.drain()
@@ -370,17 +389,18 @@ class MemSpecNode(ResponsiveLifecycleNode):
 
     def _release(self, state, close_entities: Callable) -> object:
         """Cleanup, shutdown and error alike: drain, end the threads, drop the weights."""
-        self._accepting = False
+        self._refuse_requests()
         if self._residency_timer is not None:
             self.destroy_timer(self._residency_timer)
             self._residency_timer = None
         if self.worker is not None:
             self.worker.close()
             self.worker = None
-        if self.runtime is not None:
-            self.runtime.close()
-            self.runtime = None
+        runtime, self.runtime = self.runtime, None
+        if runtime is not None:
+            runtime.close()
         self._sessions.clear()
+        self._residency_shown = None
         self._publish_model_info()
         return close_entities(state)
 
@@ -397,28 +417,28 @@ class MemSpecNode(ResponsiveLifecycleNode):
         await self.run_beside(start)
 
     def _log_progress(self) -> Callable[[str, float], None]:
-        return lambda stage, fraction: self.get_logger().info(f'{stage} ({fraction:.0%})')
+        def log(stage: str, fraction: float) -> None:
+            self._check_stopping()
+            self.get_logger().info(f'{stage} ({fraction:.0%})')
+
+        return log
+
+    def _check_stopping(self) -> None:
+        """Give up loading once the process has been told to end."""
+        if self._stopping.is_set():
+            raise StoppedError('the node is being stopped')
 
     def drain(self) -> None:
         """On the way out, whatever the state: end requests and threads, free the weights."""
-        if self.state_id == State.PRIMARY_STATE_ACTIVE:
-            self._accepting = False
-            if self.worker is not None:
-                self.worker.drain()
-        if self.state_id in (State.PRIMARY_STATE_ACTIVE, State.PRIMARY_STATE_INACTIVE,
-                             State.PRIMARY_STATE_UNCONFIGURED):
-            self.change_state({
-                State.PRIMARY_STATE_ACTIVE: Transition.TRANSITION_ACTIVE_SHUTDOWN,
-                State.PRIMARY_STATE_INACTIVE: Transition.TRANSITION_INACTIVE_SHUTDOWN,
-                State.PRIMARY_STATE_UNCONFIGURED: Transition.TRANSITION_UNCONFIGURED_SHUTDOWN,
-            }[self.state_id])
+        self._stopping.set()
+        self.shut_down()
 
     # --- what is published ---------------------------------------------------------------------
 
     def capacity(self) -> int:
         """K in force: the parameter, or what was derived from the budget for -1."""
         value = self.parameters['cache_capacity']
-        return self._derived_capacity if value < 0 else value
+        return self._affordable_capacity if value < 0 else value
 
     def _publish_model_info(self) -> None:
         info = ModelInfo()
@@ -483,9 +503,11 @@ class MemSpecNode(ResponsiveLifecycleNode):
     def _publish_diagnostics(self) -> None:
         health = self._health()
         runtime = self.runtime
+        # Read once: a transition on its own thread may close the runtime at any moment.
+        target = runtime.target if runtime is not None else None
         hardware = 'memspec'
-        if runtime is not None and runtime.target is not None:
-            hardware = f'{runtime.bundle.target.name} on {runtime.target.device}'
+        if target is not None:
+            hardware = f'{runtime.bundle.target.name} on {target.device}'
         self._diagnostics.publish(diagnostics.build(
             health, self.get_fully_qualified_name(), hardware,
             self.get_clock().now().to_msg()))
@@ -504,9 +526,11 @@ class MemSpecNode(ResponsiveLifecycleNode):
             health.last_time_to_first_token_sec = self._last_stats.time_to_first_token_sec
         if value['draft.max_tokens'] == 0:
             health.speculation_off = 'draft.max_tokens is 0'
-        if worker is None or runtime is None or runtime.controller is None:
+        if worker is None or runtime is None:
             return health
-        controller = runtime.controller
+        controller, target = runtime.controller, runtime.target
+        if controller is None or target is None:
+            return health
         residency, counters = controller.residency, controller.residency.counters
         views = residency.view()
         steps = [step for _, step in list(controller.recent_steps)]
@@ -529,7 +553,7 @@ class MemSpecNode(ResponsiveLifecycleNode):
             'hits', 'misses', 'evictions', 'loads', 'failures')}
         asked = counters.hits + counters.misses
         health.hit_rate = counters.hits / asked if asked else None
-        health.target_bytes = runtime.target.weight_bytes
+        health.target_bytes = target.weight_bytes
         return health
 
 
@@ -565,18 +589,14 @@ def main(args: list[str] | None = None) -> int:
     and clients would never learn how their requests ended.
     """
     stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
     rclpy.init(args=args, signal_handler_options=SignalHandlerOptions.NO)
     node = MemSpecNode()
     executor = SingleThreadedExecutor()
     executor.add_node(node)
-
-    def on_signal(*_) -> None:
-        stop.set()
-        executor.wake()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, on_signal)
     try:
+        # Python runs the handlers between two turns, so a turn must not last long.
         while not stop.is_set():
             executor.spin_once(timeout_sec=1.0)
         _finish(node, executor)
@@ -591,19 +611,14 @@ def main(args: list[str] | None = None) -> int:
 
 def _finish(node: MemSpecNode, executor: SingleThreadedExecutor) -> None:
     """Drain beside the executor, so that waiting callers still get their answers."""
-    done = threading.Event()
-
-    def drain() -> None:
-        node.drain()
-        done.set()
-        executor.wake()
-
-    threading.Thread(target=drain, name='memspec-drain', daemon=True).start()
-    while not done.is_set():
+    thread = threading.Thread(target=node.drain, name='memspec-drain', daemon=True)
+    thread.start()
+    while thread.is_alive():
         executor.spin_once(timeout_sec=0.1)
-    # Responses that the drain completed are sent by the next turns.
-    for _ in range(20):
-        executor.spin_once(timeout_sec=0.0)
+    # Answers that the drain completed are sent by the turns after it.
+    last = time.monotonic() + FAREWELL_SEC
+    while time.monotonic() < last:
+        executor.spin_once(timeout_sec=0.05)
 
 
 if __name__ == '__main__':

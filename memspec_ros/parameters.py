@@ -4,12 +4,13 @@ The node's parameters as one table.
 
 Declaration, descriptors, validation, the default YAML file and the table in the
 documentation all follow from ``PARAMETERS``. Print the YAML file with
-``python -m memspec_ros.parameters``.
+``python -m memspec_ros.parameters``, the table with ``… --markdown``.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -50,7 +51,7 @@ class ParameterSpec:
         if self.choices:
             return 'one of ' + ', '.join(self.choices)
         if self.low is not None:
-            return f'{self.low:g} .. {self.high:g}'
+            return f'{_plain(self.low)} .. {_plain(self.high)}'
         return {bool: 'true or false', str: 'text'}[type(self.default)]
 
     def check(self, value: Any) -> Any:
@@ -226,11 +227,25 @@ def default_yaml() -> str:
     return '\n'.join(lines) + '\n'
 
 
+def _plain(number: float) -> str:
+    return str(int(number)) if number == int(number) else str(number)
+
+
 def _yaml(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return f'"{value}"' if isinstance(value, str) else str(value)
 
 
+def markdown_table() -> str:
+    """The table of docs/ros_interface.md."""
+    lines = ['| Parameter | Default | Values | Applies | What |', '|---|---|---|---|---|']
+    for spec in PARAMETERS:
+        default = _yaml(spec.default)
+        lines.append(f'| `{spec.name}` | `{default}` | {spec.constraint} | {spec.applies} | '
+                     f'{spec.description} |')
+    return '\n'.join(lines) + '\n'
+
+
 if __name__ == '__main__':
-    print(default_yaml(), end='')
+    print(markdown_table() if '--markdown' in sys.argv[1:] else default_yaml(), end='')

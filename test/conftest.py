@@ -15,6 +15,7 @@ hypothesis_settings.register_profile('memspec', deadline=None, database=None, ma
 hypothesis_settings.load_profile('memspec')
 
 # Ids of the tiny tokenizer are fewer: the model's vocabulary is padded, as real ones are.
+REAL_VOCABULARY = 300
 PADDED_VOCABULARY = 320
 SPECIAL_TOKENS = ['<pad>', '<|im_start|>', '<|im_end|>', '<tool>']
 CHAT_TEMPLATE = (
@@ -47,7 +48,7 @@ def build_tokenizer(directory: Path, template: str | None = CHAT_TEMPLATE,
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.train_from_iterator(_CORPUS, trainers.BpeTrainer(
-        vocab_size=300, special_tokens=list(special), show_progress=False,
+        vocab_size=REAL_VOCABULARY, special_tokens=list(special), show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token='<|im_end|>',
                             chat_template=template).save_pretrained(directory)
@@ -90,7 +91,11 @@ def tokenizer_dir(tmp_path_factory):
 @pytest.fixture(scope='session')
 def reference():
     """The model that greedy decoding through ``transformers`` is done with."""
-    return build_llama(seed=3)
+    import torch
+    model = build_llama(seed=3)
+    with torch.no_grad():  # as in real models, padding ids are never the best
+        model.lm_head.weight[REAL_VOCABULARY:] = 0.0
+    return model
 
 
 @pytest.fixture(scope='session')
@@ -186,11 +191,11 @@ def full_bundle(tmp_path_factory, model_dirs, target):
     from memspec_ros.training.distill import save_draft, Top
     directory = tmp_path_factory.mktemp('bundle')
     maker = BundleMaker(directory, model_dirs / 'target')
-    maker.add_head(list(range(0, PADDED_VOCABULARY - 20)))
-    save_draft(directory / 'top.safetensors', Top(target.model, 2).export(), {'made': 'by a test'})
+    maker.add_head(list(range(REAL_VOCABULARY)))
+    save_draft(directory / 'top.safetensors', Top(target.model, 2, 2).export(), {'made': 'by a test'})
     generator = torch.Generator().manual_seed(1)
     noise = {name: torch.randn(tensor.shape, generator=generator).to(tensor.dtype) * 0.3
-             for name, tensor in Top(target.model, 1).export().items()}
+             for name, tensor in Top(target.model, 1, 1).export().items()}
     save_draft(directory / 'noise.safetensors', noise, {})
     for name in ('near', 'far'):
         shutil.copytree(model_dirs / name, directory / name)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The draft-verify loop: the same tokens as plain greedy decoding, whoever drafts."""
 
-from conftest import PADDED_VOCABULARY, PROMPTS
+from conftest import build_llama, PADDED_VOCABULARY, PROMPTS, REAL_VOCABULARY
 from fakes import (counting, DraftTrouble, EOS, FakeClock, FakeDrafter, FakeTarget, scripted,
                    VOCABULARY)
 from hypothesis import given, strategies as st
@@ -103,12 +103,12 @@ def test_every_limit_is_met_exactly(engine, make_drafter, greedy, name):
 @pytest.mark.parametrize('name', KIND_NAMES)
 def test_every_stop_position_cuts_at_the_first_stop_token(engine, make_drafter, greedy, name):
     """Pitfall 1: wherever in a block the stop token falls, nothing comes after it."""
-    drafter, plain = make_drafter(name), greedy(PROMPTS[0], LENGTH)
+    drafter, plain = make_drafter(name), greedy(PROMPTS[0], 14)
     for stop in dict.fromkeys(plain):
         expected = plain[:plain.index(stop) + 1]
-        assert decode(engine, drafter, PROMPTS[0], LENGTH, 4, frozenset({stop})) == expected
+        assert decode(engine, drafter, PROMPTS[0], 14, 4, frozenset({stop})) == expected
     stop = plain[9]
-    assert greedy(PROMPTS[0], LENGTH, eos=(stop,)) == plain[:plain.index(stop) + 1]
+    assert greedy(PROMPTS[0], 14, eos=(stop,)) == plain[:plain.index(stop) + 1]
 
 
 @pytest.mark.parametrize('gamma', range(7))
@@ -408,11 +408,10 @@ def test_padded_vocabularies_of_target_and_draft_may_differ(
     """Pitfall 10: rows beyond the real ids are padding; a draft never proposes them."""
     import shutil
 
-    from conftest import build_llama
     from memspec_ros.models.tokenizer import read_vocabulary
     from memspec_ros.models.weights import read_tensors
     real = len(read_vocabulary(tokenizer_dir))
-    assert real < PADDED_VOCABULARY
+    assert real == REAL_VOCABULARY < PADDED_VOCABULARY
     # One draft padded to fewer rows than the target has, one to more.
     for rows in (real, PADDED_VOCABULARY + 64):
         path = tmp_path / f'draft{rows}'
@@ -463,6 +462,6 @@ def test_the_fake_target_notices_a_cache_that_was_not_rolled_back():
     plain = decode(engine, None, [1, 2, 3], 10, 0)
     list(engine.prefill([1, 2, 3]))
     engine.target.forward(engine.state, [3, 200, 201])
-    engine.state.held += 1  # a rejected token counted as committed
-    engine.state.tokens += plain[:1]
-    assert engine.step(None, 0, 1, frozenset())[0] != plain[1:2]
+    engine.state.held += 2  # a rejected token counted as committed
+    engine.state.tokens += plain[:2]
+    assert engine.step(None, 0, 1, frozenset())[0] != plain[2:3]

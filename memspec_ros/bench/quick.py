@@ -9,12 +9,12 @@ count from the prompt to the last token, prefill included.
 
 from __future__ import annotations
 
+from collections import defaultdict
 import hashlib
 import math
+from pathlib import Path
 import statistics
 import time
-from collections import defaultdict
-from pathlib import Path
 
 import torch
 

@@ -9,9 +9,9 @@ Subcommands that talk to a node need ROS; ``generate``, ``info``, ``fetch`` and
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 import os
 import sys
-from collections.abc import Sequence
 
 from ..models.errors import MemSpecError
 

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections import defaultdict
+import json
 from pathlib import Path
 
 from ..models.errors import InvalidRequestError, MemSpecError
@@ -28,6 +28,8 @@ def register(commands) -> None:
                         help='drafts to make, "general" first (default: general and every domain)')
     parser.add_argument('--prompts-per-domain', type=int, default=0, metavar='COUNT',
                         help='0: all')
+    parser.add_argument('--reuse-only', action='store_true',
+                        help='train on the outputs there are, generate none for --prompts')
     parser.add_argument('--prompt-tokens', type=int, default=256, metavar='TOKENS',
                         help='skip longer prompts (default: %(default)s)')
     parser.add_argument('--output-tokens', type=int, default=160, metavar='TOKENS')
@@ -37,7 +39,7 @@ def register(commands) -> None:
     parser.add_argument('--epochs', type=float, default=3.0, help='of the general draft')
     parser.add_argument('--domain-epochs', type=float, default=3.0,
                         help='of each domain draft, continued from the general one')
-    parser.add_argument('--learning-rate', type=float, default=1.5e-3)
+    parser.add_argument('--learning-rate', type=float, default=2e-3)
     parser.add_argument('--batch', type=int, default=16, metavar='SEQUENCES')
     parser.add_argument('--seed', type=int, default=0)
     parser.add_argument('--threads', type=int, default=0)
@@ -50,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     work = Path(arguments.work)
-    target, encode, stop_ids = _open_target(arguments)
+    bundle, target, encode, stop_ids = _open_target(arguments)
     records = _outputs(arguments, target, encode, stop_ids, arguments.prompts,
                        work / 'outputs.jsonl', arguments.prompts_per_domain)
     held_out = _outputs(arguments, target, encode, stop_ids, arguments.eval_prompts,
@@ -64,7 +66,20 @@ def run(arguments: argparse.Namespace) -> int:
     print('\nagreement with the target on held-out outputs (rows: draft, columns: domain)')
     for domain, row in figures.items():
         print(f'{domain:10} ' + '  '.join(f'{name} {value:.3f}' for name, value in row.items()))
+    manifest = _write_bundle(arguments, work, bundle, figures)
+    print(f'\n{work} is a bundle now ({manifest.name} written)')
     return 0
+
+
+def _write_bundle(arguments, work: Path, bundle, figures) -> Path:
+    from ..training.bundle_writer import shared_layers_entry, write_bundle
+    entries = [shared_layers_entry(
+        work / f'{domain}.safetensors', domain,
+        {'depth': arguments.depth, 'layers': arguments.layers}, acceptance,
+        bundle.target.licence, f"distilled from the target's own outputs by memspec distill, "
+        f'seed {arguments.seed}; see the metadata of the file')
+        for domain, acceptance in figures.items()]
+    return write_bundle(work, bundle, work / 'head.safetensors', entries)
 
 
 def _open_target(arguments):
@@ -72,7 +87,7 @@ def _open_target(arguments):
 
     from ..models.bundle import load_bundle
     from ..models.llama import Llama, LlamaConfig
-    from ..models.target import read_checkpoint, read_config
+    from ..models.target import open_checkpoint, read_config
     from ..models.target_files import locate_target
     from ..models.tokenizer import Tokenizer
     from ..runtime.runtime import choose_device, stop_ids_of
@@ -80,21 +95,22 @@ def _open_target(arguments):
     directory = locate_target(bundle)
     tokenizer = Tokenizer(bundle.tokenizer_path)
     config = LlamaConfig.from_hf(read_config(directory))
-    target = Llama.from_state(config, read_checkpoint(directory), torch.bfloat16,
-                              choose_device(arguments.device),
-                              arguments.prompt_tokens + arguments.output_tokens + 1)
+    with open_checkpoint(directory) as weights:
+        target = Llama.from_state(config, weights, torch.bfloat16,
+                                  choose_device(arguments.device),
+                                  arguments.prompt_tokens + arguments.output_tokens + 1)
 
     def encode(prompt: str) -> list[int]:
         return tokenizer.encode_chat([{'role': 'user', 'content': prompt}])
 
-    return target, encode, stop_ids_of(directory, tokenizer)
+    return bundle, target, encode, stop_ids_of(directory, tokenizer)
 
 
 def _outputs(arguments, target, encode, stop_ids, files, path: Path, per_domain: int):
     """Records for the prompts of ``files``: from the stores given, the rest is generated."""
     from rich.progress import track
 
-    from ..training.outputs import OutputStore, content_key, fill_store, read_prompts
+    from ..training.outputs import content_key, fill_store, OutputStore, read_prompts
     known = {record.key: record for file in (*arguments.outputs, path)
              for record in OutputStore(Path(file))}
     wanted, counts = {}, defaultdict(int)
@@ -108,6 +124,8 @@ def _outputs(arguments, target, encode, stop_ids, files, path: Path, per_domain:
                 wanted[content_key(ids)] = (domain, ids)
                 counts[domain] += 1
     missing = [item for key, item in wanted.items() if key not in known]
+    if arguments.reuse_only and files is arguments.prompts:
+        missing = []
     if missing:
         print(f'generating {len(missing)} outputs into {path} (interrupt and rerun at will)')
         fill_store(OutputStore(path), target, missing, arguments.output_tokens, stop_ids, 64,
@@ -116,13 +134,13 @@ def _outputs(arguments, target, encode, stop_ids, files, path: Path, per_domain:
     # Stores given by hand are used whole, also where their prompts are not in the files.
     extra = list(known.values()) if files is arguments.prompts else []
     chosen = {record.key: record for record in extra}
-    chosen.update({key: records[key] for key in wanted})
+    chosen.update({key: records[key] for key in wanted if key in records})
     return [chosen[key] for key in sorted(chosen)]
 
 
 def _vocabulary(arguments, work: Path, records, stop_ids) -> list[int]:
-    import torch
     from safetensors.torch import save_file
+    import torch
 
     from ..models.weights import read_tensors
     from ..training.distill import choose_vocabulary, coverage
@@ -141,13 +159,13 @@ def _make_draft(arguments, work: Path, target, vocabulary, records, held_out,
                 domain: str) -> dict[str, float]:
     from ..models.weights import read_metadata, read_tensors
     from ..training.distill import (
-        DistillOptions,
-        Examples,
-        Throttle,
-        Top,
         agreement,
         distill,
+        DistillOptions,
+        Examples,
         save_draft,
+        Throttle,
+        Top,
     )
     path = work / f'{domain}.safetensors'
     if path.exists():

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 import os
+from pathlib import Path
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
-from pathlib import Path
 
 from ..models.errors import MemSpecError
 

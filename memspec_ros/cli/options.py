@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+import sys
+from typing import Any, TYPE_CHECKING
 
 from ..models.errors import InvalidRequestError
 

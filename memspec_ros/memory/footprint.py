@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from ..models.bundle import Bundle
-from ..models.target import read_config
+from ..models.target import open_checkpoint, read_config
 
 MIB = 1 << 20
 # Activations, tokenizer, allocator slack: measured on the default bundle, generous for larger ones.
@@ -59,8 +58,10 @@ def estimate(bundle: Bundle, dtype: torch.dtype, device: torch.device, context: 
     depths = {spec.options.get('depth') for spec in bundle.drafts
               if spec.kind == 'shared_layers'} | {layers}
     head_ids = bundle.head_token_ids()
+    with open_checkpoint(bundle.target_path) as weights:
+        elements = weights.elements
     return Footprint(
-        weights=_checkpoint_elements(bundle.target_path) * dtype.itemsize,
+        weights=elements * dtype.itemsize,
         kv_cache=2 * layers * kv_heads * head_dim * positions * attention_bytes,
         hidden_states=len(depths) * hidden * positions * dtype.itemsize,
         logits=(max_gamma + 1) * config['vocab_size'] * (4 + dtype.itemsize),
@@ -85,19 +86,3 @@ def affordable_capacity(fixed: int, draft_bytes: Sequence[int], budget: int) -> 
             break
         count += 1
     return count
-
-
-def _checkpoint_elements(directory: Path) -> int:
-    """Weights in a Hugging Face directory, counted from its safetensors headers."""
-    import json
-    elements = 0
-    for path in sorted(directory.glob('*.safetensors')):
-        with path.open('rb') as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), 'little')))
-        header.pop('__metadata__', None)
-        for entry in header.values():
-            count = 1
-            for size in entry['shape']:
-                count *= size
-            elements += count
-    return elements

@@ -3,17 +3,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 import contextlib
 import os
+from pathlib import Path
 import tempfile
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 
 from ..models.errors import InsufficientMemoryError
-from .footprint import MIB, Footprint
+from .footprint import Footprint, MIB
 
 
 def available_bytes(device: torch.device) -> int:
@@ -66,12 +66,14 @@ def check(footprint: Footprint, available: int, budget: int, min_free: int) -> N
 
 
 @contextlib.contextmanager
-def machine_lock(timeout_sec: float = 300.0) -> Iterator[None]:
+def machine_lock(timeout_sec: float = 300.0,
+                 while_waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
     """
     Hold a lock of this machine while measuring free memory and taking it.
 
     Two nodes starting together would otherwise count the same free bytes.
-    Raises InsufficientMemoryError after ``timeout_sec``.
+    Raises InsufficientMemoryError after ``timeout_sec``, and what ``while_waiting``
+    raises to give up earlier.
     """
     import fcntl
     path = Path(tempfile.gettempdir()) / f'memspec-preflight-{os.getuid()}.lock'
@@ -86,5 +88,6 @@ def machine_lock(timeout_sec: float = 300.0) -> Iterator[None]:
                     raise InsufficientMemoryError(
                         f'another node has been loading for {timeout_sec:.0f} s '
                         f'(lock {path})') from None
+                while_waiting()
                 time.sleep(0.05)
         yield

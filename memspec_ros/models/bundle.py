@@ -206,11 +206,12 @@ class _StrictLoader(yaml.SafeLoader):
     def construct_mapping(self, node, deep=False):
         seen = set()
         for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue  # refused below: it cannot be a key in Python
             if key.value in seen:
                 raise yaml.constructor.ConstructorError(
                     None, None, f'key {key.value!r} is there twice', key.start_mark)
-            if isinstance(key, yaml.ScalarNode):
-                seen.add(key.value)
+            seen.add(key.value)
         return super().construct_mapping(node, deep)
 
 

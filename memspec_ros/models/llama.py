@@ -73,6 +73,11 @@ class LlamaConfig:
         for where in (rope, raw):
             if where.get('partial_rotary_factor', 1.0) != 1.0:
                 raise UnsupportedModelError('partial rotary embedding has no lean path')
+        names = ('num_attention_heads', 'vocab_size', 'hidden_size', 'intermediate_size',
+                 'num_hidden_layers')
+        for name in names:
+            if not isinstance(raw.get(name), int):
+                raise UnsupportedModelError(f'config.json: {name} is {raw.get(name)!r}')
         heads = raw['num_attention_heads']
         return cls(
             vocab_size=raw['vocab_size'],

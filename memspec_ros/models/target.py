@@ -21,7 +21,7 @@ from .errors import BundleError, UnsupportedModelError
 from .llama import SUPPORTED_MODEL_TYPES, Llama, LlamaConfig
 from .state import DecodeState, KVCache
 from .transformers_lm import TransformersLM, build_skeleton
-from .weights import read_tensors
+from .weights import Checkpoint
 
 
 class Target(ABC):
@@ -178,24 +178,20 @@ def read_config(path: Path, name: str = 'config.json') -> dict:
     return config
 
 
-def read_checkpoint(path: Path, progress=None) -> dict[str, Tensor]:
-    """All tensors of a Hugging Face directory (one safetensors file or a sharded index)."""
+def open_checkpoint(path: Path) -> Checkpoint:
+    """The weights of a Hugging Face directory: one safetensors file, or those of an index."""
     index = path / 'model.safetensors.index.json'
+    names = ['model.safetensors']
     if index.exists():
         try:
             names = sorted(set(json.loads(index.read_text())['weight_map'].values()))
         except (ValueError, KeyError, AttributeError) as error:
             raise BundleError(f'{index}: not a weight index ({error})') from error
-    else:
-        names = ['model.safetensors']
-    state: dict[str, Tensor] = {}
-    for name in names:
-        state.update(read_tensors(path / name, progress=progress))
-    return state
+    return Checkpoint([path / name for name in names])
 
 
 def load_target(path: Path, dtype: torch.dtype, device: torch.device, context: int,
-                generic: bool = False, progress=None) -> Target:
+                generic: bool = False) -> Target:
     """
     Load the target of directory ``path``: on the lean path where its family has one.
 
@@ -205,11 +201,12 @@ def load_target(path: Path, dtype: torch.dtype, device: torch.device, context: i
     raw = read_config(path)
     if raw.get('model_type') in SUPPORTED_MODEL_TYPES and not generic:
         config = LlamaConfig.from_hf(raw)
-        state = read_checkpoint(path, progress)
-        return LlamaTarget(Llama.from_state(config, state, dtype, device, context))
+        with open_checkpoint(path) as weights:
+            return LlamaTarget(Llama.from_state(config, weights, dtype, device, context))
     skeleton = build_skeleton(path)
-    state = read_checkpoint(path, progress)
-    size = sum(t.numel() for t in state.values()) * dtype.itemsize
+    with open_checkpoint(path) as weights:
+        state = {name: weights[name].to(dtype) for name in weights}
+    size = sum(tensor.numel() for tensor in state.values()) * dtype.itemsize
 
     def factory(capacity: int) -> TransformersLM:
         return TransformersLM.attach(skeleton, state, dtype, device, capacity)

@@ -26,7 +26,7 @@ class Tokenizer:
         from transformers import AutoTokenizer
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except Exception as error:  # noqa: BLE001 (its parsers raise bare Exceptions)
             raise BundleError(f'{path}: no usable tokenizer there ({error})') from error
         # The tokenizer switches settings while it encodes, and fails when a second thread enters.
         self._lock = threading.Lock()

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
@@ -102,6 +104,91 @@ def _tensor(data: Tensor, entry: dict) -> Tensor:
     if (piece.data_ptr() % dtype.itemsize) != 0:
         piece = piece.clone()  # headers of other writers may leave data unaligned
     return piece.view(dtype).view(entry['shape'])
+
+
+class Checkpoint(Mapping):
+    """
+    Tensors of one or several safetensors files, each read when it is asked for.
+
+    A model that fuses its matrices while it loads then never holds more than
+    its own weights and one tensor. Headers and sizes are checked at once: a
+    truncated file is found before minutes of reading. Use as a context manager.
+    """
+
+    def __init__(self, paths: Sequence[Path]):
+        self._files: list[tuple[Path, BinaryIO]] = []
+        self._entries: dict[str, tuple[Path, BinaryIO, int, dict]] = {}
+        for path in paths:
+            try:
+                file = path.open('rb', buffering=0)
+            except OSError as error:
+                self.close()
+                raise BundleError(f'{path}: {error.strerror or error}') from error
+            self._files.append((path, file))
+            self._read_header(path, file)
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *exc) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the files and of their pages in the cache."""
+        for _, file in self._files:
+            _drop_page_cache(file.fileno())
+            file.close()
+        self._files = []
+
+    def __getitem__(self, name: str) -> Tensor:
+        path, file, base, entry = self._entries[name]
+        first, last = entry['data_offsets']
+        buffer = torch.empty(last - first, dtype=torch.uint8)
+        view = memoryview(buffer.numpy())
+        try:
+            file.seek(base + first)
+            done = 0
+            while done < len(view):
+                count = file.readinto(view[done:done + CHUNK_BYTES])
+                if not count:
+                    raise BundleError(f'{path}: ended within tensor {name}')
+                done += count
+        except OSError as error:
+            raise BundleError(f'{path}: {error.strerror or error}') from error
+        return buffer.view(_DTYPES[entry['dtype']]).view(entry['shape'])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def elements(self) -> int:
+        """Numbers in all tensors together."""
+        return sum(math.prod(entry['shape']) for _, _, _, entry in self._entries.values())
+
+    def _read_header(self, path: Path, file: BinaryIO) -> None:
+        size = os.fstat(file.fileno()).st_size
+        try:
+            header_size = int.from_bytes(file.read(8), 'little')
+            if not 2 <= header_size <= min(_HEADER_LIMIT, size - 8):
+                raise ValueError(f'header of {header_size} bytes in a file of {size}')
+            header = json.loads(file.read(header_size))
+            header.pop('__metadata__', None)
+            for name, entry in header.items():
+                first, last = entry['data_offsets']
+                expected = math.prod(entry['shape']) * _DTYPES[entry['dtype']].itemsize
+                if {type(n) for n in (first, last, *entry['shape'])} != {int}:
+                    raise ValueError(f'tensor {name} has sizes that are no whole numbers')
+                if not 0 <= first <= last or last - first != expected:
+                    raise ValueError(f'tensor {name} has {last - first} bytes, not {expected}')
+                if 8 + header_size + last > size:
+                    raise ValueError(f'tensor {name} ends beyond the file: it is truncated')
+                self._entries[name] = (path, file, 8 + header_size, entry)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            self.close()
+            raise BundleError(f'{path}: not a whole safetensors file ({error})') from error
 
 
 def read_metadata(path: Path) -> dict[str, str]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+import logging
 
 from ..decoding.draft_length import DraftLength
 from ..decoding.engine import CATCH_UP_ROWS, DraftFailure, Engine
@@ -23,6 +24,7 @@ from .ranking import Acceptance, RankingContext
 from .requests import Chunk, Finish, PreparedRequest
 from .residency import Residency
 
+_LOG = logging.getLogger(__name__)
 # Recent output that a ranker sees, in tokens.
 RECENT_TOKENS = 32
 # Iterations kept for windowed figures.
@@ -118,6 +120,7 @@ class Controller:
                 seq += 1
         except Exception as error:  # noqa: BLE001 (the worker outlives whatever a request meets)
             finish = Finish.OUT_OF_MEMORY if _is_out_of_memory(error) else Finish.INTERNAL
+            _LOG.exception('a request ended with %s', finish.name)
             message = f'{type(error).__name__}: {error}'
         finally:
             self.active = self.desired = ''
@@ -259,8 +262,9 @@ class Controller:
         if self.residency.capacity != 1 or active not in self.residency.resident:
             return
         scores = dict(plan.ranked)
-        wanted = next((d for d, _ in plan.ranked if not self.residency.is_slot_free(d)), active)
-        if wanted == active or active not in scores or not self.residency.can_load(wanted):
+        wanted = next((d for d, _ in plan.ranked
+                       if d == active or self.residency.can_load(d)), active)
+        if wanted == active or active not in scores:
             return
         gamma = max(1, self.draft_length.max_gamma)
         now, then = (_tokens_per_iteration(scores[d], gamma) for d in (active, wanted))

@@ -169,7 +169,9 @@ class Residency:
         with self._lock:
             for draft, score in ranked:
                 self._slots[draft].score = score
-            needing = [draft for draft, _ in ranked if not self._slots[draft].kind.slot_free]
+            # A draft that failed a moment ago must not keep the next best from its place.
+            needing = [draft for draft, _ in ranked if not self._slots[draft].kind.slot_free
+                       and self._may_try(self._slots[draft])]
             wanted = needing[:min(self._capacity, working_set or self._capacity)]
             self._attach_slot_free()
             self._note_desired(ranked)
@@ -178,7 +180,7 @@ class Residency:
                 return
             for draft in wanted:
                 slot = self._slots[draft]
-                if slot.state in (SlotState.READY, SlotState.LOADING) or not self._may_try(slot):
+                if slot.state in (SlotState.READY, SlotState.LOADING):
                     continue
                 if len(self.resident) >= self._capacity:
                     victim = self._victim(active, wanted)
@@ -232,10 +234,14 @@ class Residency:
             self._fail(slot, reason)
 
     def can_load(self, draft: str) -> bool:
-        """Whether a load of ``draft`` could be started now, if there were a slot."""
+        """
+        Whether a load of ``draft`` could be started now, if there were a slot.
+
+        Not of one that has failed: no other is given up for another try.
+        """
         slot = self._slots[draft]
         return (self._loader.loading is None and not slot.kind.slot_free
-                and slot.state in (SlotState.ABSENT, SlotState.FAILED) and self._may_try(slot))
+                and slot.state is SlotState.ABSENT)
 
     def estimated_load_sec(self, draft: str) -> float:
         """Seconds a load of ``draft`` takes at the rate of the last load."""
@@ -319,7 +325,7 @@ class Residency:
         except Exception as error:  # noqa: BLE001 (whatever a damaged file does to its kind)
             self._fail(slot, str(error) or type(error).__name__)
             return
-        slot.state = SlotState.READY
+        slot.state, slot.reason = SlotState.READY, ''
         elapsed = self._clock() - self._load_started
         if elapsed > 0 and slot.bytes and not slot.kind.slot_free:
             self._bytes_per_sec = slot.bytes / elapsed

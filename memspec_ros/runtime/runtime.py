@@ -122,6 +122,7 @@ class Runtime:
         if options.threads:
             torch.set_num_threads(options.threads)
         directory = locate_target(bundle, progress)
+        read_config(directory)  # else the tokenizer stumbles over it first, and is blamed
         tell('loading the tokenizer', 0.2)
         tokenizer = Tokenizer(bundle.tokenizer_path)
         tell('loading the target', 0.3)
@@ -147,13 +148,13 @@ class Runtime:
         controller = Controller(engine, tokenizer, residency, policy, draft_length,
                                 options.settings, stop_ids_of(directory, tokenizer))
         runtime = cls(bundle, options, target, tokenizer, loader, controller)
-        tell('warming up', 0.9)
         try:
+            tell('warming up', 0.9)
             runtime._warm_up()
+            tell('ready', 1.0)
         except BaseException:
             runtime.close()
             raise
-        tell('ready', 1.0)
         return runtime
 
     @property

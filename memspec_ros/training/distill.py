@@ -3,27 +3,28 @@
 Distilling shared-layer drafts from the target's own outputs.
 
 The lower layers are the target's and frozen, so their hidden states are
-computed once per sequence. The top starts as a copy of the target's last
-layers, its final norm as the target's; the head is the target's, restricted to
-a trimmed vocabulary. What is learned is to say, from a lower layer, what the
-target says next.
+computed once per sequence. The top starts as a copy of the target's layers that
+follow (they are used to what the shared ones put out, which the last ones are
+not: measured, 0.27 against 0.23 agreement after one epoch), its final norm as
+the target's; the head is the target's, restricted to a trimmed vocabulary. What
+is learned is to say, from a lower layer, what the target says next.
 """
 
 from __future__ import annotations
 
-import math
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
+import math
 from pathlib import Path
+import time
 
-import torch
-import torch.nn.functional as F
 from safetensors.torch import save_file
+import torch
 from torch import Tensor
+import torch.nn.functional as F
 
-from ..models.llama import LayerWeights, Llama, causal_mask, run_layer_uncached
+from ..models.llama import causal_mask, LayerWeights, Llama, run_layer_uncached
 from .outputs import OutputRecord
 
 _IGNORED = -100
@@ -69,15 +70,15 @@ def coverage(records: Iterable[OutputRecord], vocabulary: Sequence[int]) -> floa
 
 
 class Top(torch.nn.Module):
-    """The trainable top: own layers and norm, float32, initialised from the target."""
+    """The trainable top: own layers and norm, float32, initialised from layer ``depth`` on."""
 
-    def __init__(self, target: Llama, layers: int):
+    def __init__(self, target: Llama, depth: int, layers: int):
         super().__init__()
         self.config = target.config
         self.rope = target.rope
         self.norm = torch.nn.Parameter(target.norm.float().clone())
         self.parts = torch.nn.ModuleList()
-        for weights in target.layers[-layers:]:
+        for weights in target.layers[depth:depth + layers]:
             self.parts.append(torch.nn.ParameterDict(
                 {name: torch.nn.Parameter(tensor.float().clone())
                  for name, tensor in weights.tensors().items()}))
@@ -86,10 +87,10 @@ class Top(torch.nn.Module):
         """Hidden states after the shared layers [B, T, H] -> normed top states [B, T, H]."""
         rope = self.rope.at(0, hidden.shape[1])
         mask = causal_mask(hidden.shape[1], hidden.shape[1], hidden.device)
-        x = hidden
+        x = hidden.float()
         for part in self.parts:
             x = run_layer_uncached(self.config, self._weights(part), x, rope, mask)
-        return F.rms_norm(x.float(), x.shape[-1:], self.norm, self.config.norm_eps)
+        return F.rms_norm(x, x.shape[-1:], self.norm, self.config.norm_eps)
 
     @staticmethod
     def _weights(part: torch.nn.ParameterDict) -> LayerWeights:
@@ -178,7 +179,7 @@ def distill(target: Llama, examples: Examples, vocabulary: Sequence[int],
     step)`` is called after every epoch.
     """
     generator = torch.Generator().manual_seed(options.seed)
-    top = Top(target, options.layers).to(target.device)
+    top = Top(target, options.depth, options.layers).to(target.device)
     if start is not None:
         top.load(start)
     head = target.head[torch.tensor(vocabulary)].to(torch.bfloat16)

@@ -10,10 +10,10 @@ most the batch it was in, and a second run over the same prompts does nothing.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+import hashlib
+import json
 from pathlib import Path
 
 import torch
