@@ -22,6 +22,7 @@ class Health:
     """What the node knows of itself at one moment; see the builders below for its use."""
 
     state: str = 'unconfigured'
+    state_id: int = 1
     transition_error: str = ''
     # Generation
     worker_alive: bool | None = None
@@ -35,6 +36,7 @@ class Health:
     last_tokens_per_sec: float = 0.0
     last_time_to_first_token_sec: float = 0.0
     # Speculation
+    speculation_wanted: bool = True
     speculation_off: str = ''
     acceptance: float | None = None
     tokens_per_iteration: float | None = None
@@ -75,7 +77,7 @@ def _text(value) -> str:
 
 
 def _lifecycle(health: Health):
-    values = {'state': health.state}
+    values = {'state_id': health.state_id}
     if health.transition_error:
         return ERROR, health.transition_error, values
     if health.state in ('active', 'activating', 'configuring'):
@@ -98,14 +100,18 @@ def _generation(health: Health):
 
 
 def _speculation(health: Health):
-    values = {'active': health.active, 'desired': health.desired}
+    values = {}
     if health.acceptance is not None:
         values['acceptance_rate'] = health.acceptance
     if health.tokens_per_iteration is not None:
         values['tokens_per_iteration'] = health.tokens_per_iteration
+    if not health.speculation_wanted:
+        return OK, 'off, as draft.max_tokens is 0', values
     if health.speculation_off:
         return WARN, f'speculation is off: {health.speculation_off}', values
-    return OK, 'on', values
+    if health.active != health.desired:
+        return OK, f'on: {health.active or "the target alone"}, wanted {health.desired}', values
+    return OK, f'on: {health.active}' if health.active else 'on', values
 
 
 def _residency(health: Health):

@@ -51,6 +51,11 @@ STATUS_NAMES = {getattr(GenerationStatus, name): name for name in (
     'CONTEXT_OVERFLOW', 'OUT_OF_MEMORY', 'INTERNAL', 'PENDING', 'RUNNING')}
 
 
+def to_text(text: str) -> str:
+    """Text as a ROS string can hold it: U+0000 would end it there, U+FFFD stands for it."""
+    return text.replace('\0', '\ufffd')
+
+
 def status(code: int, message: str = '') -> GenerationStatus:
     """Make a GenerationStatus."""
     return GenerationStatus(code=code, message=message)

@@ -34,6 +34,7 @@ from . import diagnostics, messages
 from .action import Generate as GenerateAction
 from .lifecycle import ERROR, FAILURE, SUCCESS, ResponsiveLifecycleNode
 from .memory import preflight
+from .memory.allocator import give_back
 from .memory.footprint import MIB, affordable_capacity, estimate
 from .models.bundle import load_bundle
 from .models.errors import InvalidRequestError, MemSpecError
@@ -74,7 +75,7 @@ class _Stream:
 
     def add(self, chunk) -> None:
         pending = self._pending
-        pending.text += chunk.text
+        pending.text += messages.to_text(chunk.text)
         pending.token_ids.extend(chunk.token_ids)
         pending.draft = chunk.draft
         if chunk.last:
@@ -159,7 +160,7 @@ class MemSpecNode(ResponsiveLifecycleNode):
             response.status = refused
             return response
         await future
-        response.text, response.token_ids = job.text, job.token_ids
+        response.text, response.token_ids = messages.to_text(job.text), job.token_ids
         response.status, response.stats = messages.job_status(job), messages.to_stats(job.stats)
         return response
 
@@ -181,7 +182,7 @@ class MemSpecNode(ResponsiveLifecycleNode):
                 GenerationStatus.INVALID,
                 f'no request {request.request_id!r}, or its result is no longer kept')
             return response
-        response.text, response.token_ids = job.text, list(job.token_ids)
+        response.text, response.token_ids = messages.to_text(job.text), list(job.token_ids)
         response.status, response.stats = messages.job_status(job), messages.to_stats(job.stats)
         return response
 
@@ -211,7 +212,8 @@ class MemSpecNode(ResponsiveLifecycleNode):
         if goal_handle.is_cancel_requested:
             self.worker.cancel(job.id)
         await future
-        result.request_id, result.text, result.token_ids = job.id, job.text, job.token_ids
+        result.request_id = job.id
+        result.text, result.token_ids = messages.to_text(job.text), job.token_ids
         result.status, result.stats = messages.job_status(job), messages.to_stats(job.stats)
         if result.status.code in (GenerationStatus.OK, GenerationStatus.LENGTH):
             goal_handle.succeed()
@@ -287,7 +289,8 @@ class MemSpecNode(ResponsiveLifecycleNode):
     def _finish(self, job: Job, message: GenerateRequest) -> None:
         code = messages.job_status(job).code
         self._requests[messages.STATUS_NAMES[code]] += 1
-        self._last_stats = job.stats
+        if job.token_ids:  # the figures of one that never began say nothing
+            self._last_stats = job.stats
         if code in (GenerationStatus.INTERNAL, GenerationStatus.OUT_OF_MEMORY):
             self.get_logger().error(f'request {job.id} failed: {job.message}')
         if message.session_id and code in (GenerationStatus.OK, GenerationStatus.LENGTH):
@@ -325,7 +328,8 @@ class MemSpecNode(ResponsiveLifecycleNode):
             self._transition_error = ''
             return result
         except MemSpecError as error:
-            self._transition_error = f'cannot {name}: {error}'
+            # One line, whatever a parser below has to say.
+            self._transition_error = f'cannot {name}: {" ".join(str(error).split())}'
             self.get_logger().error(self._transition_error)
             return FAILURE
         except Exception:  # noqa: BLE001 (rclpy would swallow it without a word)
@@ -399,6 +403,8 @@ class MemSpecNode(ResponsiveLifecycleNode):
         runtime, self.runtime = self.runtime, None
         if runtime is not None:
             runtime.close()
+            del runtime
+            give_back()
         self._sessions.clear()
         self._residency_shown = None
         self._publish_model_info()
@@ -515,7 +521,8 @@ class MemSpecNode(ResponsiveLifecycleNode):
     def _health(self) -> diagnostics.Health:
         value, worker, runtime = self.parameters, self.worker, self.runtime
         health = diagnostics.Health(
-            state=self.state_label, transition_error=self._transition_error,
+            state=self.state_label, state_id=self.state_id,
+            transition_error=self._transition_error,
             stall_limit_sec=value['diagnostics.stall_sec'], queue_max=value['queue.max_size'],
             queue_warn_fraction=value['diagnostics.queue_warn_fraction'],
             hit_rate_warn=value['diagnostics.hit_rate_warn'], requests=dict(self._requests),
@@ -524,8 +531,7 @@ class MemSpecNode(ResponsiveLifecycleNode):
         if self._last_stats is not None:
             health.last_tokens_per_sec = self._last_stats.tokens_per_sec or 0.0
             health.last_time_to_first_token_sec = self._last_stats.time_to_first_token_sec
-        if value['draft.max_tokens'] == 0:
-            health.speculation_off = 'draft.max_tokens is 0'
+        health.speculation_wanted = value['draft.max_tokens'] > 0
         if worker is None or runtime is None:
             return health
         controller, target = runtime.controller, runtime.target

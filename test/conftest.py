@@ -166,8 +166,8 @@ class BundleMaker:
         return entry
 
     def add_head(self, ids) -> None:
-        import torch
         from safetensors.torch import save_file
+        import torch
         file = self.directory / 'head.safetensors'
         save_file({'token_ids': torch.tensor(ids)}, file)
         self.manifest['shared_head'] = {'path': file.name, 'sha256': sha256_of(file)}
@@ -192,7 +192,8 @@ def full_bundle(tmp_path_factory, model_dirs, target):
     directory = tmp_path_factory.mktemp('bundle')
     maker = BundleMaker(directory, model_dirs / 'target')
     maker.add_head(list(range(REAL_VOCABULARY)))
-    save_draft(directory / 'top.safetensors', Top(target.model, 2, 2).export(), {'made': 'by a test'})
+    top = Top(target.model, 2, 2)
+    save_draft(directory / 'top.safetensors', top.export(), {'made': 'by a test'})
     generator = torch.Generator().manual_seed(1)
     noise = {name: torch.randn(tensor.shape, generator=generator).to(tensor.dtype) * 0.3
              for name, tensor in Top(target.model, 1, 1).export().items()}

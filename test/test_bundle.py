@@ -10,11 +10,19 @@ import pytest
 import torch
 
 from memspec_ros.models import convert
-from memspec_ros.models.bundle import (default_bundle_path, draft_metadata, load_bundle,
-                                       parse_manifest)
+from memspec_ros.models.bundle import (
+    default_bundle_path,
+    draft_metadata,
+    load_bundle,
+    parse_manifest,
+)
 from memspec_ros.models.drafts import KINDS
-from memspec_ros.models.errors import (BundleError, MemSpecError, UnsupportedModelError,
-                                       VocabularyMismatchError)
+from memspec_ros.models.errors import (
+    BundleError,
+    MemSpecError,
+    UnsupportedModelError,
+    VocabularyMismatchError,
+)
 from memspec_ros.models.target_files import cache_directory, find_gguf, locate_target
 from memspec_ros.models.weights import read_tensors
 from memspec_ros.runtime.runtime import Runtime, RuntimeOptions

@@ -2,7 +2,8 @@
 """Algorithm 3 on a fake clock: rank, prefetch, decode with what is there, account for time."""
 
 from fakes import Bench, counting, DraftTrouble, EOS, FakeDrafter, FakeKind, scripted, VOCABULARY
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 import pytest
 
 from memspec_ros.models.errors import ContextOverflowError, InvalidRequestError
@@ -67,6 +68,14 @@ def test_the_first_draft_loads_while_the_prompt_is_run():
     _, _, last, _ = bench.run(prompt=[1] * 250, max_new_tokens=8)
     assert bench.loader.started == [(100.0, 'a')]
     assert last.stats.iterations == 2 and last.stats.drafted == 6
+
+
+def test_a_draft_is_attached_during_the_prefill_not_after_it():
+    kind = FakeKind(lambda: attached.append(bench.clock()) or FakeDrafter(counting))
+    attached = []
+    bench = Bench({'a': kind}, script={'a': [(0.15, 'ok')]})
+    bench.run(prompt=[1] * 250, max_new_tokens=8)
+    assert attached == [pytest.approx(100.2)]  # the prefill took until 100.4
 
 
 def test_a_slot_free_draft_bridges_the_load():
@@ -170,7 +179,7 @@ def test_k_1_replaces_the_active_draft_when_the_gain_exceeds_the_cost():
 def test_k_1_keeps_the_active_draft_when_little_is_left_or_the_gain_is_small():
     for scores, limit, seconds in (((0.52, 0.5), 200, 2.0), ((0.95, 0.1), 12, 10.0)):
         def rank(context, scores=scores):
-            return [('a', 0.9), ('b', 0.5)] if len(bench.policy.recent) < 3 else [
+            return [('a', 0.9), ('b', 0.5)] if len(context.recent) < 8 else [
                 ('b', scores[0]), ('a', scores[1])]
         bench = Bench({'a': bad(), 'b': good()}, capacity=1, interval=4, rank=rank,
                       script={'a': [(seconds, 'ok')], 'b': [(seconds, 'ok')]},
@@ -270,7 +279,7 @@ def test_cancel_is_served_before_the_next_prefill_chunk():
 
     def cancelled():
         looks.append(len(bench.target.rows))
-        return len(looks) == 3
+        return len(looks) == 4  # once in the queue, then around each chunk
     chunks = list(bench.controller.generate(bench.request([1] * 500, 5), cancelled))
     last = chunks[-1]
     assert last.finish is Finish.CANCELED and last.last and len(chunks) == 1
@@ -313,6 +322,17 @@ def test_a_deadline_that_has_passed_already_runs_nothing():
     bench.clock.advance(2.0)
     chunks = list(bench.controller.generate(request))
     assert [chunk.finish for chunk in chunks] == [Finish.TIMEOUT] and bench.target.rows == []
+
+
+def test_a_request_cancelled_in_the_queue_leaves_cache_and_drafts_alone():
+    bench = Bench({'a': good()}, capacity=1)
+    first, *_ = bench.run([1, 2, 3], 20)
+    bench.residency.release('a')
+    loads = len(bench.loader.started)
+    chunks = list(bench.controller.generate(bench.request([9] * 50), lambda: True))
+    assert [chunk.finish for chunk in chunks] == [Finish.CANCELED]
+    assert len(bench.loader.started) == loads
+    assert bench.run([1, 2, 3, *first, 7], 3)[2].stats.cached_tokens == 22
 
 
 def test_eos_ends_the_answer_in_the_middle_of_an_accepted_block():

@@ -2,7 +2,8 @@
 """Text comes out piece by piece, in whole characters, and is the whole text in the end."""
 
 from fakes import VOCABULARY
-from hypothesis import example, given, settings, strategies as st
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 import pytest
 
 from memspec_ros.decoding.detokenizer import Detokenizer
@@ -101,6 +102,15 @@ def test_spaces_that_a_decoder_takes_from_the_front_are_kept_between_tokens():
         return text[1:] if text.startswith(' ') else text
     pieces = pieces_of(decode, range(len(words)))
     assert ''.join(pieces) == decode(range(len(words))) == 'Hello wide, world  !'
+
+
+def test_a_space_after_a_token_without_text_is_kept():
+    words = ['▁Hello', '', '▁world', '', '', '▁again']
+
+    def decode(ids):
+        text = ''.join(words[i] for i in ids).replace('▁', ' ')
+        return text[1:] if text.startswith(' ') else text
+    assert ''.join(pieces_of(decode, range(len(words)))) == 'Hello world again'
 
 
 def test_an_unfinished_character_is_flushed_as_broken():

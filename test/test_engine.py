@@ -2,9 +2,18 @@
 """The draft-verify loop: the same tokens as plain greedy decoding, whoever drafts."""
 
 from conftest import build_llama, PADDED_VOCABULARY, PROMPTS, REAL_VOCABULARY
-from fakes import (counting, DraftTrouble, EOS, FakeClock, FakeDrafter, FakeTarget, scripted,
-                   VOCABULARY)
-from hypothesis import given, strategies as st
+from fakes import (
+    counting,
+    DraftTrouble,
+    EOS,
+    FakeClock,
+    FakeDrafter,
+    FakeTarget,
+    scripted,
+    VOCABULARY,
+)
+from hypothesis import given
+from hypothesis import strategies as st
 import pytest
 import torch
 
@@ -158,6 +167,44 @@ def test_all_accepted_rounds_catch_up_on_the_last_drafted_token(
     # The draft is the target itself: a wrong cache position would show as a rejection.
     assert [r.accepted for r in records] == [r.drafted for r in records]
     assert [r.drafted for r in records] == [4] * 6 + [0]
+
+
+def test_a_causal_lm_keeps_what_was_accepted_and_runs_nothing_twice(engine, make_drafter):
+    drafter = make_drafter('near')
+    drafter.restart(next(engine.prefill(PROMPTS[0])))
+    list(engine.prefill(PROMPTS[0]))
+    seen = set()
+    for _ in range(25):
+        _, record = engine.step(drafter, 4, 100, frozenset())
+        everything = record.accepted == record.drafted
+        # Only an all-accepted round leaves a position to catch up with.
+        assert drafter.lag(engine.state) == drafter.lm.length - drafter.cached + everything
+        assert drafter.lm.length == drafter.cached
+        seen.add(everything)
+    assert seen == {False, True}
+
+
+@pytest.mark.parametrize('name', ['near', 'top', 'lookup'])
+def test_a_block_cut_at_a_stop_token_leaves_the_draft_in_step(
+        engine, kinds, model_dirs, make_drafter, greedy, name):
+    """Pitfall 5, where what was accepted ends with the stop token itself."""
+    from memspec_ros.models.weights import read_tensors
+    plain = greedy(PROMPTS[0], 20)
+    for place in range(1, 6):
+        drafter = make_drafter(name)
+        if name == 'near':  # the target itself: the block is accepted up to the cut
+            drafter = kinds['near'].attach(read_tensors(model_dirs / 'twin/model.safetensors'))
+        decode(engine, drafter, PROMPTS[0], 20, 6, frozenset({plain[place]}))
+        tokens, _ = engine.step(drafter, 4, 10, frozenset())
+        assert tokens == plain[place + 1:place + 1 + len(tokens)]
+        drafter.catch_up(engine.state, 1000)
+        fresh = make_drafter(name)
+        if name == 'near':
+            assert drafter.propose(engine.state, 3).tokens == greedy(engine.state.tokens, 3)
+        else:
+            fresh.catch_up(engine.state, 1000)
+            assert (drafter.propose(engine.state, 3).tokens
+                    == fresh.propose(engine.state, 3).tokens)
 
 
 def test_a_draft_that_paused_catches_up_and_proposes_as_if_it_had_not(
@@ -360,6 +407,29 @@ def test_a_draft_that_raises_leaves_the_state_as_it_was(method):
     assert isinstance(failure.value.__cause__, DraftTrouble)
     assert engine.state.tokens == [1, 2, 3] and engine.state.held == 2
     assert engine.step(None, 0, 10, frozenset())[0] == [4]
+
+
+def test_a_draft_that_raises_half_way_takes_its_layer_groups_back(
+        engine, make_drafter, monkeypatch):
+    drafter, state = make_drafter('top'), engine.state
+    expected = decode(engine, None, PROMPTS[0], 8, 0)
+    list(engine.prefill(PROMPTS[0]))
+    drafter.restart(0)
+    run_lower, left = engine.target.run_lower, [2]
+
+    def failing(*args):
+        left[0] -= 1
+        if left[0] < 0:
+            raise MemoryError('no room')
+        return run_lower(*args)
+    monkeypatch.setattr(engine.target, 'run_lower', failing)
+    with pytest.raises(DraftFailure, match='no room'):
+        engine.step(drafter, 4, 8, frozenset())
+    assert state.kv.lengths == [state.held] * 3 == [len(PROMPTS[0]) - 1] * 3
+    output = []
+    while len(output) < 8:
+        output += engine.step(None, 0, 1, frozenset())[0]
+    assert output == expected
 
 
 def test_a_draft_that_raises_after_verification_costs_no_tokens():

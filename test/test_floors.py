@@ -91,7 +91,7 @@ def test_the_check_lets_through_what_is_right(place, source):
 
 
 def test_the_engine_runs_where_there_is_no_ros():
-    script = f'''
+    script = f"""
 import sys
 class NoRos:
     def find_spec(self, name, path=None, target=None):
@@ -100,7 +100,7 @@ class NoRos:
 sys.meta_path.insert(0, NoRos())
 import memspec_ros.runtime.runtime, memspec_ros.training.distill
 assert not any(name.split('.')[0] in {sorted(ROS)!r} for name in sys.modules)
-'''
+"""
     subprocess.run([sys.executable, '-c', script], check=True, cwd=PACKAGE.parent)
 
 

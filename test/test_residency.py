@@ -4,9 +4,10 @@
 import threading
 import time
 
-from fakes import (counting, FakeClock, FakeDrafter, FakeKind, GatedStore, ScriptedLoader)
-from hypothesis import given, settings, strategies as st
-from hypothesis.stateful import (initialize, invariant, precondition, rule, RuleBasedStateMachine)
+from fakes import counting, FakeClock, FakeDrafter, FakeKind, GatedStore, ScriptedLoader
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, invariant, precondition, rule, RuleBasedStateMachine
 import pytest
 
 from memspec_ros.runtime.loader import FileStore, ThreadLoader
@@ -499,6 +500,7 @@ def test_the_loader_thread_gives_up_when_asked(gated):
     result = loader.poll()
     assert result.cancelled and result.tensors is None
     loader.start('b')  # the cancellation was the other load's
+    assert not loader.wait(0.05)
     store.gate.release()
     assert loader.wait(10.0) and not loader.poll().cancelled
 

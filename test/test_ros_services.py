@@ -18,7 +18,7 @@ from memspec_ros.msg import (  # noqa: E402
     TokenChunk,
 )
 from memspec_ros.srv import Cancel, Generate, GetResult, Submit  # noqa: E402
-from ros_fixtures import CONTEXT, LONG, request, whole  # noqa: E402
+from ros_peer import CONTEXT, LONG, request, whole  # noqa: E402
 
 pytest_plugins = ['ros_fixtures']
 
@@ -96,10 +96,10 @@ def test_timeout_ends_the_answer(active):
 
 
 def test_timeout_counts_the_wait_in_the_queue(active):
-    active.submit(max_new_tokens=LONG, request_id='in-front')
+    in_front = active.occupy()
     answer = active.generate_async(max_new_tokens=LONG, timeout_sec=0.3)
     active.peer.spin(0.5)
-    active.cancel('in-front')
+    active.cancel(in_front)
     answer = active.peer.result(answer)
     assert answer.status.code == Status.TIMEOUT and not answer.token_ids
 
@@ -241,8 +241,7 @@ def test_cancel_all(active):
 
 def test_full_queue_refuses_at_once(active):
     active.set(queue__max_size=2)
-    active.submit(max_new_tokens=LONG, request_id='full-0')
-    active.running('full-0')
+    running = active.occupy()
     positions = [active.submit(max_new_tokens=LONG, request_id=f'full-{i}').queue_position
                  for i in (1, 2)]
     assert positions == [1, 2]
@@ -252,10 +251,10 @@ def test_full_queue_refuses_at_once(active):
     assert answer.status.code == Status.QUEUE_FULL and 'queue.max_size' in answer.status.message
     refused = active.submit(request_id='full-3')
     assert not refused.accepted and refused.status.code == Status.QUEUE_FULL
-    assert active.result('full-0').status.code == Status.RUNNING
+    assert active.result(running).status.code == Status.RUNNING
     # Room again: the same id is taken, as the refused one left no trace.
     active.cancel('full-1')
-    active.cancel('full-0')
+    active.cancel(running)
     active.finished('full-1')
     assert active.submit(request_id='full-3').accepted
 
@@ -289,30 +288,28 @@ def test_two_clients_at_once_get_exactly_their_text(active):
     assert {chunk.request_id for chunk in chunks} == set(futures)
 
 
-def finish_order(node, count: int) -> list[str]:
-    """Ids of the next requests in the order in which they end."""
+def finish_order(node, in_front: str, count: int) -> list[str]:
+    """Ids of the requests that wait, in the order in which they end."""
     with node.peer.listen(TokenChunk, f'{node.fqn}/tokens') as chunks:
-        node.cancel('in-front')
+        node.cancel(in_front)
         node.peer.wait(lambda: sum(chunk.last for chunk in chunks) >= count + 1, 'the end of all')
     return [chunk.request_id for chunk in chunks if chunk.last][1:]
 
 
 def test_clients_take_turns(active):
-    active.submit(max_new_tokens=LONG, request_id='in-front', client_id='other')
-    active.running('in-front')
+    in_front = active.occupy(client_id='other')
     for i in range(3):
         active.submit(max_new_tokens=4, request_id=f'many-{i}', client_id='many')
     active.submit(max_new_tokens=4, request_id='single', client_id='single')
     # The one request of the other client does not wait for all three.
-    assert finish_order(active, 4) == ['many-0', 'single', 'many-1', 'many-2']
+    assert finish_order(active, in_front, 4) == ['many-0', 'single', 'many-1', 'many-2']
 
 
 def test_priority_goes_first(active):
-    active.submit(max_new_tokens=LONG, request_id='in-front')
-    active.running('in-front')
+    in_front = active.occupy()
     for request_id, priority in (('low', -1), ('plain', 0), ('high', 5)):
         active.submit(max_new_tokens=4, request_id=request_id, priority=priority)
-    assert finish_order(active, 3) == ['high', 'plain', 'low']
+    assert finish_order(active, in_front, 3) == ['high', 'plain', 'low']
 
 
 # --- sessions ---
@@ -337,10 +334,9 @@ def test_sessions_do_not_mix(active):
 
 
 def test_cancelled_turn_is_not_part_of_the_session(active):
-    active.submit('the robot', session_id='broken', max_new_tokens=LONG, request_id='broken-1')
-    active.running('broken-1')
-    active.cancel('broken-1')
-    active.finished('broken-1')
+    cut = active.occupy(session_id='broken')
+    active.cancel(cut)
+    active.finished(cut)
     after = active.generate('and then?', session_id='broken', max_new_tokens=8)
     assert after.stats.prompt_tokens == active.generate('and then?').stats.prompt_tokens
 

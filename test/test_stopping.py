@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stop strings: the answer ends right before the first one, however its text arrives."""
 
-from hypothesis import example, given, settings, strategies as st
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 import pytest
 
 from memspec_ros.decoding.stopping import StopStrings

@@ -5,15 +5,24 @@ import hashlib
 import json
 import struct
 
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 import pytest
 from safetensors.torch import save_file
 import torch
 
 from memspec_ros.models.errors import BundleError
 from memspec_ros.models.target import load_target, open_checkpoint
-from memspec_ros.models.weights import (Checkpoint, CHUNK_BYTES, file_sha256, LoadCancelled,
-                                        parse_tensors, read_file, read_metadata, read_tensors)
+from memspec_ros.models.weights import (
+    Checkpoint,
+    CHUNK_BYTES,
+    file_sha256,
+    LoadCancelled,
+    parse_tensors,
+    read_file,
+    read_metadata,
+    read_tensors,
+)
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32,
           torch.int16, torch.int8, torch.uint8, torch.bool]

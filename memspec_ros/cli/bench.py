@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from ..models.errors import InvalidRequestError
 from .options import add_json_option, add_runtime_options, runtime_options, write_json
 
 
@@ -26,6 +27,10 @@ def register(commands) -> None:
 
 def run_quick(arguments: argparse.Namespace) -> int:
     from ..bench.quick import format_table, measure
+    for name in ('per_domain', 'max_new_tokens'):
+        if getattr(arguments, name) < 1:
+            raise InvalidRequestError(f'--{name.replace("_", "-")} is {getattr(arguments, name)}, '
+                                      'expected at least 1')
     result = measure(Path(arguments.prompts), runtime_options(arguments), arguments.bundle,
                      arguments.per_domain, arguments.max_new_tokens)
     if arguments.json:

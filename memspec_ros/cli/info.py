@@ -16,7 +16,7 @@ def register(commands) -> None:
 
 
 def describe(path: str) -> dict:
-    """The bundle as plain data; files are checked, the target is located (converted if need be)."""
+    """The bundle as plain data; files are checked, the target is converted if need be."""
     from ..models.bundle import draft_metadata, load_bundle
     from ..models.target_files import locate_target
     bundle = load_bundle(path or None)
@@ -50,9 +50,10 @@ def run(arguments: argparse.Namespace) -> int:
     print(f'target  {target["name"]}, {target["bytes"] / 1e6:.0f} MB, {target["licence"]}')
     print(f'        {target["path"]}')
     for draft in data['drafts']:
-        size = f'{draft["bytes"] / 1e6:.1f} MB' if draft['bytes'] else 'no memory'
-        share = f' ({draft["bytes"] / target["bytes"]:.1%} of the target)' if draft['bytes'] else ''
+        share = draft['bytes'] / target['bytes']
+        size = (f'{draft["bytes"] / 1e6:.1f} MB ({share:.1%} of the target)' if share
+                else 'no memory')
         print(f'draft   {draft["id"]}: {draft["kind"]}, {draft["domain"] or "any domain"}, '
-              f'{size}{share}, {draft["licence"]}')
+              f'{size}, {draft["licence"]}')
     print(f'ranker  {data["ranker"]}')
     return 0

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 import torch
 
 from ..models.bundle import Bundle
+from ..models.errors import BundleError
 from ..models.target import open_checkpoint, read_config
 
 MIB = 1 << 20
-# Activations, tokenizer, allocator slack: measured on the default bundle, generous for larger ones.
+# Activations, tokenizer, allocator slack: measured on the default bundle, rounded up.
 _WORKING_BYTES = 96 * MIB
 
 
@@ -49,6 +50,10 @@ def estimate(bundle: Bundle, dtype: torch.dtype, device: torch.device, context: 
     attention), in the type that attention runs in.
     """
     config = read_config(bundle.target_path)
+    for name in ('hidden_size', 'num_hidden_layers', 'num_attention_heads', 'vocab_size'):
+        if not isinstance(config.get(name), int) or config[name] < 1:
+            raise BundleError(
+                f'{bundle.target_path / "config.json"}: {name} is {config.get(name)!r}')
     hidden, layers = config['hidden_size'], config['num_hidden_layers']
     heads = config['num_attention_heads']
     kv_heads = config.get('num_key_value_heads') or heads

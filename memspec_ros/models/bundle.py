@@ -10,16 +10,16 @@ node that silently runs without its drafts. docs/bundle.md describes the format.
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+import os
 from pathlib import Path
+import re
 from typing import Any
 
-import yaml
 from torch import Tensor
+import yaml
 
 from .errors import BundleError
 from .weights import file_sha256, read_metadata, read_tensors

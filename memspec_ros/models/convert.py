@@ -8,11 +8,11 @@ the converted directory loads in a second.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 import contextlib
+from pathlib import Path
 import shutil
 import tempfile
-from collections.abc import Callable
-from pathlib import Path
 
 from .errors import BundleError
 from .weights import file_sha256

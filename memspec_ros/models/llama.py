@@ -14,13 +14,13 @@ new ones, H hidden width, D head width, Q query heads, V vocabulary.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+import torch.nn.functional as F
 
 from .errors import UnsupportedModelError
 

@@ -10,17 +10,17 @@ layers.
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
+import json
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from .errors import BundleError, UnsupportedModelError
-from .llama import SUPPORTED_MODEL_TYPES, Llama, LlamaConfig
+from .llama import Llama, LlamaConfig, SUPPORTED_MODEL_TYPES
 from .state import DecodeState, KVCache
-from .transformers_lm import TransformersLM, build_skeleton
+from .transformers_lm import build_skeleton, TransformersLM
 from .weights import Checkpoint
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import hashlib
 import os
+from pathlib import Path
 import subprocess
 import sys
 import tempfile
 import zipfile
-from pathlib import Path
 
 from .bundle import Bundle
-from .convert import Progress, converted_gguf
+from .convert import converted_gguf, Progress
 from .errors import BundleError
 from .weights import file_sha256
 

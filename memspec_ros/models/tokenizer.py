@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-import json
-import threading
 from collections.abc import Mapping, Sequence
+import json
 from pathlib import Path
+import threading
 
 from .errors import BundleError, InvalidRequestError, VocabularyMismatchError
 

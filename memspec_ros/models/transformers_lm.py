@@ -8,8 +8,8 @@ The one place that touches the forward signature and the cache classes of
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
+import inspect
 from pathlib import Path
 
 import torch

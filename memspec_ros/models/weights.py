@@ -9,11 +9,11 @@ are in memory, and the page cache is told to let go of the file.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 

@@ -98,8 +98,12 @@ class Controller:
         seq = 0
         finish, message = None, ''
         try:
-            self._begin(turn)
-            finish = self._prefill(turn, cancelled)
+            # Looked at first: a request that was given up in the queue must not cost the next one
+            # its cached prompt.
+            finish = self._interruption(request, cancelled)
+            if finish is None:
+                self._begin(turn)
+                finish = self._prefill(turn, cancelled)
             before = self.clock()
             turn.stats.prefill_sec = before - self._started
             while finish is None:
@@ -127,7 +131,7 @@ class Controller:
         yield self._last(turn, finish, message, Chunk(seq, '', []))
 
     def reset(self) -> None:
-        """Forget drafts, cached prompt and acceptance: the next request starts cold (benchmarks)."""
+        """Forget drafts and cached prompt: the next request starts cold (benchmarks)."""
         self.residency.clear()
         self.engine.state.restart([0])
         self.engine.state.hold(0)
@@ -230,7 +234,7 @@ class Controller:
         turn.active = self.active = chosen
         self.desired = plan.desired
         if chosen:
-            # Plain decoding between two drafts (one failed, or was given up) is part of the switch.
+            # Plain decoding between two drafts (one failed or was given up) is part of it.
             turn.stats.switches += turn.previous not in ('', chosen)
             turn.previous = chosen
             self.residency.note_use(chosen)

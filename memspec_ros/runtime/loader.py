@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-import os
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+import os
 from pathlib import Path
+import threading
 from typing import Protocol
 
 from torch import Tensor

@@ -9,10 +9,10 @@ expects the target to accept.
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+import re
 
 from torch import Tensor
 

@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+import math
 
 from ..decoding.stats import GenerationStats, StepRecord
 from ..models.errors import ContextOverflowError, InvalidRequestError

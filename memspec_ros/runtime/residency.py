@@ -11,10 +11,10 @@ on with the others.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+import threading
 
 from ..models.drafts import Drafter, DraftKind
 from .loader import Loader

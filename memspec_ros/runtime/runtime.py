@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+import time
 
 import torch
 
@@ -15,14 +15,14 @@ from ..decoding.engine import Engine
 from ..models.bundle import Bundle, load_bundle
 from ..models.drafts import KINDS
 from ..models.errors import BundleError, InvalidRequestError
-from ..models.target import Target, load_target, read_config
+from ..models.target import load_target, read_config, Target
 from ..models.target_files import locate_target
 from ..models.tokenizer import Tokenizer
 from .controller import Controller, Settings
 from .loader import FileStore, Loader, Store, ThreadLoader
 from .policies import make_policy
 from .ranking import make_ranker
-from .requests import GenerationRequest, PreparedRequest, prepare
+from .requests import GenerationRequest, prepare, PreparedRequest
 from .residency import Residency
 
 DTYPES = {'bfloat16': torch.bfloat16, 'float32': torch.float32, 'float16': torch.float16}

@@ -9,12 +9,12 @@ and number, for clients that missed the end.
 
 from __future__ import annotations
 
-import threading
-import traceback
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
+import threading
+import traceback
 
 from ..decoding.stats import GenerationStats
 from ..models.errors import InvalidRequestError

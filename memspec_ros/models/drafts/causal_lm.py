@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..state import DecodeState, Proposal
 from ..tokenizer import check_same_vocabulary, read_vocabulary
-from ..transformers_lm import TransformersLM, build_skeleton
+from ..transformers_lm import build_skeleton, TransformersLM
 from .base import Drafter, DraftKind
 
 

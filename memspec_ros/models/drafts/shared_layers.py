@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+import torch.nn.functional as F
 
 from ..errors import BundleError, UnsupportedModelError
 from ..llama import layer_shapes, LayerWeights, LlamaConfig, run_layers

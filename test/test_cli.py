@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: what it prints, what it writes, and how it fails."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+import subprocess
+import sys
+
+import pytest
+
+from memspec_ros.cli import main
+
+ROOT = Path(__file__).resolve().parents[1]
+PROMPT = 'the robot picks up the red cube'
+SMALL = ['--dtype', 'float32', '--threads', '1', '--context', '256']
+
+
+def memspec(*arguments: str, **options) -> subprocess.CompletedProcess:
+    """Run the command in a process of its own."""
+    paths = [str(ROOT), *filter(None, os.environ.get('PYTHONPATH', '').split(os.pathsep))]
+    return subprocess.run(
+        [sys.executable, '-m', 'memspec_ros.cli', *arguments], capture_output=True, text=True,
+        timeout=120, env={**os.environ, 'PYTHONPATH': os.pathsep.join(paths),
+                          'OMP_NUM_THREADS': '1'}, **options)
+
+
+@pytest.fixture(scope='module')
+def bundle(full_bundle) -> str:
+    return str(full_bundle)
+
+
+@pytest.fixture
+def prompts(tmp_path) -> Path:
+    file = tmp_path / 'prompts.jsonl'
+    lines = [{'domain': domain, 'prompt': f'{text} {i}'} for i in range(3)
+             for domain, text in (('general', 'the robot'), ('code', 'def add'))]
+    file.write_text(''.join(json.dumps(line) + '\n' for line in lines))
+    return file
+
+
+# --- generate ---
+
+def test_generate_as_json_is_what_greedy_decoding_gives(bundle, greedy):
+    done = memspec('generate', '--bundle', bundle, '--prompt', PROMPT, '--max-new-tokens', '40',
+                   '--scheduling-interval', '2', '--cache-capacity', '2', '--ignore-eos',
+                   '--fixed-draft-length', '--json', '-', *SMALL)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert set(result) == {'text', 'prompt_ids', 'token_ids', 'finish', 'message', 'stats'}
+    assert result['finish'] == 'length' and not result['message']
+    assert result['token_ids'] == greedy(result['prompt_ids'], 40)
+    stats = result['stats']
+    assert {'drafted', 'accepted', 'iterations', 'switches', 'output_tokens',
+            'prompt_tokens'} <= set(stats)
+    assert stats['output_tokens'] == 40 and stats['drafted'] >= stats['accepted'] > 0
+    assert stats['prompt_tokens'] == len(result['prompt_ids'])
+    assert 0 < stats['iterations'] < 40
+
+
+def test_generate_prints_the_text_and_writes_the_file(bundle, tmp_path, capfd):
+    file = tmp_path / 'out.json'
+    assert main(['generate', '--bundle', bundle, '--prompt', PROMPT, '--max-new-tokens', '12',
+                 '--stop', 'no such text', '--json', str(file), *SMALL]) == 0
+    result = json.loads(file.read_text())
+    assert capfd.readouterr().out.rstrip('\n') == result['text'].rstrip('\n')
+    assert result['finish'] in ('length', 'stop') and len(result['token_ids']) <= 12
+
+
+def test_generate_reads_the_prompt_from_standard_input(bundle):
+    done = memspec('generate', '--bundle', bundle, '--prompt', '-', '--max-new-tokens', '4',
+                   '--json', '-', *SMALL, input=PROMPT)
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads(done.stdout)['prompt_ids']) > 10
+
+
+@pytest.mark.parametrize('policy', ['memspec', 'prediction_only', 'general_static'])
+@pytest.mark.parametrize('capacity', ['0', '1'])
+def test_output_does_not_depend_on_how_drafts_are_scheduled(bundle, greedy, capfd, policy,
+                                                            capacity):
+    assert main(['generate', '--bundle', bundle, '--prompt', PROMPT, '--max-new-tokens', '20',
+                 '--policy', policy, '--cache-capacity', capacity, '--ignore-eos', '--json', '-',
+                 *SMALL]) == 0
+    result = json.loads(capfd.readouterr().out)
+    assert result['token_ids'] == greedy(result['prompt_ids'], 20)
+
+
+# --- info ---
+
+def test_info_as_json(bundle, capfd):
+    assert main(['info', '--bundle', bundle, '--json', '-']) == 0
+    info = json.loads(capfd.readouterr().out)
+    assert info['name'] == 'tiny' and info['ranker'] == 'domain_words'
+    target = info['target']
+    assert Path(target['path']).is_dir() and target['licence'] == 'Apache-2.0'
+    assert target['bytes'] == (Path(target['path']) / 'model.safetensors').stat().st_size
+    assert [draft['id'] for draft in info['drafts']] == ['near', 'far', 'top', 'noise', 'lookup']
+    for draft in info['drafts']:
+        if draft['path'] is None:
+            assert draft['kind'] == 'prompt_lookup' and draft['bytes'] == 0
+        else:
+            assert Path(draft['path']).stat().st_size == draft['bytes']
+    assert info['drafts'][2]['made'] == {'made': 'by a test'}
+
+
+def test_info_for_people(bundle, capfd):
+    assert main(['info', '--bundle', bundle]) == 0
+    out = capfd.readouterr().out
+    for word in ('tiny-llama', 'top', 'shared_layers', 'domain_words', 'Apache-2.0'):
+        assert word in out
+
+
+# --- bench ---
+
+def test_bench_quick(bundle, prompts, tmp_path):
+    pytest.importorskip('accelerate')
+    file = tmp_path / 'bench.json'
+    done = memspec('bench', 'quick', '--bundle', bundle, '--prompts', str(prompts),
+                   '--per-domain', '2', '--max-new-tokens', '16', '--json', str(file), *SMALL)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(file.read_text())
+    assert set(result['domains']) == {'general', 'code'} and result['prompts'] == 4
+    for figures in result['domains'].values():
+        assert {'memspec_tps', 'plain_tps', 'transformers_tps', 'ratio'} <= set(figures)
+        assert all(value > 0 for value in figures.values())
+        assert figures['ratio'] == pytest.approx(figures['memspec_tps'] / figures['plain_tps'])
+    ratios = [figures['ratio'] for figures in result['domains'].values()]
+    assert result['gmean_ratio'] == pytest.approx((ratios[0] * ratios[1]) ** 0.5)
+    assert result['outputs_differing_from_transformers'] == 0
+    for domain in result['domains']:
+        assert domain in done.stdout
+
+
+# --- errors ---
+
+GENERATE = ['generate', '--prompt', PROMPT]
+
+
+@pytest.mark.parametrize('arguments, words', [
+    ([*GENERATE, '--max-new-tokens', '-1'], ['max_new_tokens', '-1']),
+    ([*GENERATE, '--max-new-tokens', '0'], ['max_new_tokens']),
+    ([*GENERATE, '--max-new-tokens', '1000000'], ['context', '256']),
+    ([*GENERATE, '--cache-capacity', '-2'], ['--cache-capacity', '-2']),
+    ([*GENERATE, '--scheduling-interval', '0'], ['--scheduling-interval']),
+    ([*GENERATE, '--draft-tokens', '-1'], ['--draft-tokens']),
+    ([*GENERATE, '--policy', 'oracle'], ['--policy', 'oracle', 'memspec']),
+    ([*GENERATE, '--dtype', 'float13'], ['float13', 'bfloat16']),
+    ([*GENERATE, '--device', 'tpu'], ['tpu']),
+    ([*GENERATE, '--timeout', '-1'], ['timeout_sec']),
+    ([*GENERATE, '--timeout', 'nan'], ['timeout_sec']),
+    ([*GENERATE, '--stop', ''], ['stop']),
+    (['generate', '--prompt', ' '], ['prompt']),
+    ([*GENERATE, '--json', '/no/such/folder/out.json'], ['/no/such/folder/out.json']),
+], ids=lambda value: ' '.join(value[-2:]) if value[0] == 'generate' else None)
+def test_generate_errors_are_one_line_on_standard_error(bundle, capfd, arguments, words):
+    assert main([*arguments, '--bundle', bundle, '--threads', '1', '--dtype', 'float32',
+                 '--context', '256'] if '--dtype' not in arguments else
+                [*arguments, '--bundle', bundle]) == 1
+    captured = capfd.readouterr()
+    line = captured.err.strip().splitlines()[-1]
+    assert line.startswith('memspec generate: ')
+    for word in words:
+        assert word in line
+    assert 'Traceback' not in captured.err
+
+
+def test_wrong_bundle(tmp_path, capfd):
+    for command in (['info'], GENERATE):
+        assert main([*command, '--bundle', str(tmp_path)]) == 1
+        assert str(tmp_path / 'bundle.yaml') in capfd.readouterr().err
+
+
+def test_error_of_the_real_command():
+    done = memspec('info', '--bundle', '/no/such/bundle')
+    assert done.returncode == 1 and not done.stdout
+    assert done.stderr.startswith('memspec info: /no/such/bundle')
+    assert 'Traceback' not in done.stderr
+
+
+@pytest.mark.parametrize('arguments', [
+    [], ['no-such-command'], ['generate'], ['generate', '--prompt', 'x', '--cache-capacity', 'two'],
+    ['bench', 'quick']])
+def test_usage_errors(arguments, capfd):
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert 'usage: memspec' in capfd.readouterr().err
+
+
+def bench(prompts: Path, bundle: str, *more: str) -> int:
+    return main(['bench', 'quick', '--prompts', str(prompts), '--bundle', bundle, *SMALL, *more])
+
+
+def test_bench_without_its_prompts(bundle, tmp_path, capfd):
+    assert bench(tmp_path / 'none.jsonl', bundle) == 1
+    assert 'none.jsonl' in capfd.readouterr().err
+
+
+@pytest.mark.parametrize('line', [
+    'not json', '[1, 2]', '{"domain": "code"}', '{"prompt": 5, "domain": "code"}', '"text"'])
+def test_bench_names_the_malformed_line(bundle, prompts, capfd, line):
+    prompts.write_text(prompts.read_text() + line + '\n')
+    assert bench(prompts, bundle) == 1
+    error = capfd.readouterr().err
+    assert 'prompts.jsonl' in error and '7' in error and 'Traceback' not in error
+
+
+def test_bench_of_nothing(bundle, prompts, capfd):
+    prompts.write_text('\n')
+    assert bench(prompts, bundle) == 1
+    assert 'no prompts' in capfd.readouterr().err
+
+
+@pytest.mark.parametrize('option', ['--per-domain', '--max-new-tokens'])
+@pytest.mark.parametrize('value', ['0', '-3'])
+def test_bench_with_impossible_numbers(bundle, prompts, capfd, option, value):
+    assert bench(prompts, bundle, option, value) == 1
+    error = capfd.readouterr().err
+    assert f'{option} is {value}' in error and 'Traceback' not in error

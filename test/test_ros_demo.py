@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``memspec demo``: the whole way, in the processes that a user starts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip('rclpy')
+pytest.importorskip('memspec_ros.srv')
+
+from ros_peer import child_environment  # noqa: E402
+
+pytest_plugins = ['ros_fixtures']
+
+
+def demo(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, '-m', 'memspec_ros.cli', 'demo', *arguments], capture_output=True,
+        text=True, timeout=120, env=child_environment())
+
+
+def test_demo(ros_environment, ros_bundle, tmp_path):
+    picture = tmp_path / 'demo.svg'
+    done = demo('--bundle', str(ros_bundle), '--prompt', 'the robot', '--max-new-tokens', '30',
+                '--svg', str(picture))
+    assert done.returncode == 0, done.stderr + done.stdout
+    for word in ('unconfigured', 'active', 'tokens/s', 'accepted', 'general',
+                 'shut down cleanly'):
+        assert word in done.stdout
+    assert 'Traceback' not in done.stderr
+    assert '<svg' in picture.read_text()
+
+
+def test_demo_with_a_wrong_bundle(ros_environment, tmp_path):
+    done = demo('--bundle', str(tmp_path / 'nowhere'))
+    assert done.returncode == 1
+    assert 'nowhere' in done.stderr and 'Traceback' not in done.stderr
