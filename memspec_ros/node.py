@@ -35,7 +35,7 @@ from .action import Generate as GenerateAction
 from .lifecycle import ERROR, FAILURE, SUCCESS, ResponsiveLifecycleNode
 from .memory import preflight
 from .memory.allocator import give_back
-from .memory.footprint import MIB, affordable_capacity, estimate
+from .memory.footprint import affordable_capacity, draft_bytes, estimate, MIB
 from .models.bundle import load_bundle
 from .models.errors import InvalidRequestError, MemSpecError
 from .models.target_files import locate_target
@@ -362,7 +362,7 @@ class MemSpecNode(ResponsiveLifecycleNode):
         device = choose_device(value['device'])
         dtype = choose_dtype(value['dtype'], device)
         gamma, budget = value['draft.max_tokens'], value['memory.budget_mib'] * MIB
-        sizes = [spec.bytes for spec in bundle.drafts]
+        sizes = [draft_bytes(bundle, spec, dtype) for spec in bundle.drafts]
         capacity = value['cache_capacity']
         context = value['context.max_tokens']
         fixed = estimate(bundle, dtype, device, context, gamma, 0)

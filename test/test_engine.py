@@ -21,6 +21,7 @@ from memspec_ros.decoding.engine import DraftFailure, Engine
 from memspec_ros.decoding.verification import verify_greedy
 from memspec_ros.models.bundle import load_bundle
 from memspec_ros.models.drafts import KINDS
+from memspec_ros.models.drafts.shared_layers import SharedLayersDrafter
 from memspec_ros.models.state import Proposal
 from memspec_ros.models.target import load_target
 from memspec_ros.models.target_files import locate_target
@@ -232,6 +233,8 @@ def test_a_draft_that_paused_catches_up_and_proposes_as_if_it_had_not(
 
 def test_a_cold_draft_warms_over_several_iterations(engine, make_drafter, greedy, monkeypatch):
     monkeypatch.setattr('memspec_ros.decoding.engine.CATCH_UP_ROWS', 10)
+    # A prompt this short would otherwise be made up for within two proposals.
+    monkeypatch.setattr(SharedLayersDrafter, 'rows_with_proposal', 0)
     for name in ('near', 'top'):
         records = []
         prompt = PROMPTS[3]

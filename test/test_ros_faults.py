@@ -133,6 +133,24 @@ def test_good_bundle_after_a_bad_one(unconfigured, broken, ros_bundle):
         assert status.level == DiagnosticStatus.OK and status.message == 'active'
 
 
+def test_fault_that_nobody_thought_of(unconfigured, broken):
+    """Whatever goes wrong while loading: the transition fails, the node lives, a person is told."""
+    node = unconfigured
+    config = broken / 'target' / 'config.json'
+    config.write_text(json.dumps({**json.loads(config.read_text()),
+                                  'num_key_value_heads': 'two'}))
+    assert node.set(bundle=str(broken))[0].successful
+    already = len(node.log)
+    assert not node.change('configure')
+    assert node.state == 'unconfigured' and node.alive
+    assert '[ERROR]' in node.log[already:] and 'configure' in node.log[already:]
+    with node.peer.listen(DiagnosticArray, '/diagnostics') as arrays:
+        status = node.peer.wait(
+            lambda: [status for array in arrays for status in array.status
+                     if status.name == f'{node.fqn}: Lifecycle'], 'diagnostics')[-1]
+    assert status.level == DiagnosticStatus.ERROR and 'configure' in status.message
+
+
 @pytest.mark.parametrize('values, words', [
     ({'device': 'tpu'}, ['tpu', 'expected']),
     ({'device': 'cuda:77'}, ['cuda:77']),

@@ -73,9 +73,10 @@ def test_what_the_node_says_is_possible(unconfigured):
 def test_shutdown_from_every_state(start_node, ros_bundle, state, transition):
     node = start_node()
     node.bring_to(state)
-    running = node.generate_async(max_new_tokens=LONG) if state == 'active' else None
-    if running is not None:
-        node.peer.wait(lambda: node.generate(max_new_tokens=-1).status.code == Status.INVALID)
+    running = None
+    if state == 'active':
+        running = node.generate_async(max_new_tokens=LONG, request_id='running')
+        node.running('running')
     assert node.change(transition)
     assert node.state == 'finalized'
     if running is not None:

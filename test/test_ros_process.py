@@ -36,9 +36,10 @@ def test_signal_during_service_calls(start_node, number):
     node.bring_to('active')
     with node.peer.listen(TokenChunk, f'{node.fqn}/tokens') as chunks:
         running = node.generate_async(max_new_tokens=LONG, request_id='running')
-        waiting = [node.generate_async(max_new_tokens=LONG) for _ in range(5)]
+        waiting = [node.generate_async(max_new_tokens=LONG, request_id=f'waiting-{i}')
+                   for i in range(5)]
         node.peer.wait(lambda: chunks, 'the first chunk')
-        node.peer.wait(lambda: not node.generate(request_id='running').token_ids, 'the queue')
+        node.peer.wait(lambda: all(node.result(f'waiting-{i}').found for i in range(5)), 'all')
         node.ended_cleanly(number)
         # Every caller has got an answer, and every listener a last chunk.
         answer = node.peer.result(running, 'the answer', 5.0)

@@ -213,6 +213,17 @@ def test_cancel_ends_a_running_request_soon(active):
     assert not again.success and again.canceled == 0
 
 
+def test_cancel_during_the_prompt(active):
+    """The prompt of many thousand tokens is computed in pieces, so that a cancel gets through."""
+    future = active.generate_async('xyz ' * 3500, max_new_tokens=8, request_id='long-prompt')
+    active.peer.wait(
+        lambda: active.result('long-prompt').status.code == Status.RUNNING, 'the prompt running')
+    assert active.cancel('long-prompt').canceled == 1
+    ended = active.peer.result(future, 'the end', 5.0)
+    assert ended.status.code == Status.CANCELED
+    assert not ended.token_ids and not ended.text and ended.stats.prompt_tokens > 10000
+
+
 def test_cancel_reaches_a_waiting_request_and_spares_the_running_one(active):
     first = active.generate_async(max_new_tokens=LONG, request_id='runs')
     active.running('runs')

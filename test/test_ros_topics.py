@@ -12,6 +12,7 @@ pytest.importorskip('rclpy')
 pytest.importorskip('memspec_ros.srv')
 
 from diagnostic_msgs.msg import DiagnosticArray, DiagnosticStatus  # noqa: E402
+from memspec_ros import diagnostics  # noqa: E402
 from memspec_ros.msg import (  # noqa: E402
     DraftResidency,
     GenerationStatus as Status,
@@ -285,6 +286,37 @@ def test_diagnostics_warn_of_little_memory(unconfigured):
         found = newest(unconfigured, arrays,
                        lambda s: s['Lifecycle'].level == DiagnosticStatus.ERROR, 'ERROR')
         assert 'MiB' in found['Lifecycle'].message
+
+
+@pytest.mark.parametrize('changes, name, level, words', [
+    ({'state': 'active'}, 'Lifecycle', DiagnosticStatus.OK, 'active'),
+    ({'state': 'inactive'}, 'Lifecycle', DiagnosticStatus.WARN, 'refused'),
+    ({'state': 'active', 'transition_error': 'cannot configure: so'}, 'Lifecycle',
+     DiagnosticStatus.ERROR, 'cannot configure: so'),
+    ({}, 'Generation', DiagnosticStatus.OK, 'idle'),
+    ({'running': True}, 'Generation', DiagnosticStatus.OK, 'generating'),
+    ({'worker_alive': False}, 'Generation', DiagnosticStatus.ERROR, 'died'),
+    ({'running': True, 'stalled_sec': 31.0}, 'Generation', DiagnosticStatus.ERROR, '31 s'),
+    ({'running': False, 'stalled_sec': 31.0}, 'Generation', DiagnosticStatus.OK, 'idle'),
+    ({'queue': 7, 'queue_max': 8}, 'Generation', DiagnosticStatus.WARN, '7 of 8'),
+    ({'queue': 6, 'queue_max': 8}, 'Generation', DiagnosticStatus.OK, ''),
+    ({'speculation_off': 'the bundle has no drafts'}, 'Speculation', DiagnosticStatus.WARN,
+     'the bundle has no drafts'),
+    ({'speculation_wanted': False, 'speculation_off': 'so'}, 'Speculation', DiagnosticStatus.OK,
+     'draft.max_tokens'),
+    ({'active': 'lookup', 'desired': 'code'}, 'Speculation', DiagnosticStatus.OK, 'wanted code'),
+    ({'failed': {'code': 'damaged'}}, 'Residency', DiagnosticStatus.WARN, 'code failed: damaged'),
+    ({'hit_rate': 0.4, 'hit_rate_warn': 0.5}, 'Residency', DiagnosticStatus.WARN, '40%'),
+    ({'hit_rate': 0.6, 'hit_rate_warn': 0.5}, 'Residency', DiagnosticStatus.OK, ''),
+    ({'hit_rate': 0.0}, 'Residency', DiagnosticStatus.OK, ''),
+    ({'available_bytes': 1 << 27, 'min_free_bytes': 1 << 28}, 'Memory', DiagnosticStatus.WARN,
+     '128 MiB available'),
+])
+def test_levels(changes, name, level, words):
+    from builtin_interfaces.msg import Time
+    array = diagnostics.build(diagnostics.Health(**changes), '/a/b', 'a robot', Time())
+    status, = [status for status in array.status if status.name == f'/a/b: {name}']
+    assert status.level == level and words in status.message
 
 
 # --- two nodes ---

@@ -65,18 +65,28 @@ class DraftLength:
     def __init__(self, max_gamma: int, adaptive: bool = True):
         self.max_gamma = max_gamma
         self.adaptive = adaptive
-        self._verify: dict[int, _Mean] = {}
+        self._shape: dict[int, float] = {}
+        self._load = _Mean()
         self._drafts: dict[str, _DraftFigures] = {}
 
     def verify_cost(self, rows: int) -> float:
-        """Seconds of a verify of ``rows`` rows: measured, or scaled from the nearest measured."""
-        if mean := self._verify.get(rows):
-            return mean.value(0.0)
-        if not self._verify:
+        """
+        Seconds of a verify of ``rows`` rows.
+
+        The cost of each size relative to the others is measured back to back
+        (``calibrate``); while decoding, one factor follows the machine's load.
+        Sizes measured at different times would be compared by the noise between.
+        """
+        return self._shape_of(rows) * self._load.value(1.0)
+
+    def _shape_of(self, rows: int) -> float:
+        if rows in self._shape:
+            return self._shape[rows]
+        if not self._shape:
             return 1.0 + _ROW_COST_PRIOR * (rows - 1)
-        nearest = min(self._verify, key=lambda n: (abs(n - rows), n))
-        known = self._verify[nearest].value(0.0)
-        return known * (1 + _ROW_COST_PRIOR * (rows - 1)) / (1 + _ROW_COST_PRIOR * (nearest - 1))
+        nearest = min(self._shape, key=lambda n: (abs(n - rows), n))
+        return self._shape[nearest] * ((1 + _ROW_COST_PRIOR * (rows - 1))
+                                       / (1 + _ROW_COST_PRIOR * (nearest - 1)))
 
     def expected_tokens(self, draft: str, gamma: int) -> float:
         """E(gamma) of ``draft``."""
@@ -111,12 +121,12 @@ class DraftLength:
         return best
 
     def calibrate(self, rows: int, seconds: float) -> None:
-        """Set the cost of a verify of ``rows`` rows from one measurement (warm-up)."""
-        self._verify[rows] = _Mean(seconds, 1.0)
+        """Set the cost of a verify of ``rows`` rows, measured beside the other sizes (warm-up)."""
+        self._shape[rows] = max(seconds, _LEAST_SEC)
 
     def observe(self, step: StepRecord) -> None:
         """Learn from an iteration."""
-        self._verify.setdefault(step.rows, _Mean()).add(step.t_verify)
+        self._load.add(step.t_verify / self._shape_of(step.rows))
         if not step.draft or not step.drafted:
             return
         figures = self._drafts.setdefault(step.draft, _DraftFigures())

@@ -79,7 +79,8 @@ class Engine:
         proposal = Proposal([])
         if drafter is not None and gamma > 0:
             try:
-                drafter.catch_up(state, CATCH_UP_ROWS)
+                if drafter.lag(state) > drafter.rows_with_proposal:
+                    drafter.catch_up(state, CATCH_UP_ROWS)
                 caught_up = self.clock()
                 proposal = drafter.propose(state, gamma)
             except Exception as error:

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ..models.bundle import Bundle
+from ..models.bundle import Bundle, DraftSpec
 from ..models.errors import BundleError
 from ..models.target import open_checkpoint, read_config
+from ..models.weights import Checkpoint
 
 MIB = 1 << 20
 # Activations, tokenizer, allocator slack: measured on the default bundle, rounded up.
@@ -24,7 +25,7 @@ _WORKING_BYTES = 96 * MIB
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes by purpose; ``draft`` is the largest single draft, ``drafts`` K of the largest."""
+    """Bytes by purpose; ``drafts`` are the K largest."""
 
     weights: int
     kv_cache: int
@@ -71,8 +72,18 @@ def estimate(bundle: Bundle, dtype: torch.dtype, device: torch.device, context: 
         hidden_states=len(depths) * hidden * positions * dtype.itemsize,
         logits=(max_gamma + 1) * config['vocab_size'] * (4 + dtype.itemsize),
         shared_head=0 if head_ids is None else len(head_ids) * hidden * dtype.itemsize,
-        drafts=sum(sorted((spec.bytes for spec in bundle.drafts), reverse=True)[:capacity]),
+        drafts=sum(sorted((draft_bytes(bundle, spec, dtype) for spec in bundle.drafts),
+                          reverse=True)[:capacity]),
         working=_WORKING_BYTES)
+
+
+def draft_bytes(bundle: Bundle, spec: DraftSpec, dtype: torch.dtype) -> int:
+    """Bytes a draft's weights take in memory as ``dtype``; 0 for slot-free drafts."""
+    path = bundle.weight_file(spec)
+    if path is None:
+        return 0
+    with Checkpoint([path]) as weights:
+        return weights.elements * dtype.itemsize
 
 
 def affordable_capacity(fixed: int, draft_bytes: Sequence[int], budget: int) -> int:

@@ -54,6 +54,7 @@ class ResidencyCounters:
 class _Slot:
     kind: DraftKind
     bytes: int
+    memory_bytes: int
     state: SlotState = SlotState.ABSENT
     drafter: Drafter | None = None
     score: float = 0.0
@@ -88,22 +89,26 @@ class Residency:
 
     Parameters
     ----------
-    kinds: draft id -> (kind, bytes it takes in memory), in the bundle's order
+    kinds: draft id -> (kind, bytes of its file), in the bundle's order
     loader: moves bytes in the background
     capacity: K
     clock: seconds, monotonic
+    memory_bytes: draft id -> bytes it takes in memory, where that is not the
+        file's size (weights kept in another type)
 
     """
 
     def __init__(self, kinds: Mapping[str, tuple[DraftKind, int]], loader: Loader, capacity: int,
-                 clock: Callable[[], float]):
+                 clock: Callable[[], float], memory_bytes: Mapping[str, int] | None = None):
         if capacity < 0:
             raise ValueError(f'capacity {capacity} is negative')
         self._loader = loader
         self._clock = clock
         self._lock = threading.RLock()
         self._capacity = capacity
-        self._slots = {draft: _Slot(kind, size) for draft, (kind, size) in kinds.items()}
+        sizes = memory_bytes or {}
+        self._slots = {draft: _Slot(kind, size, sizes.get(draft, size))
+                       for draft, (kind, size) in kinds.items()}
         self._load_started = 0.0
         self._bytes_per_sec = _BYTES_PER_SEC_PRIOR
         self.counters = ResidencyCounters()
@@ -249,12 +254,12 @@ class Residency:
 
     def used_bytes(self) -> int:
         """Bytes of drafts loaded or being loaded."""
-        return sum(self._slots[draft].bytes for draft in self.resident)
+        return sum(self._slots[draft].memory_bytes for draft in self.resident)
 
     def view(self) -> list[DraftView]:
         """A snapshot of every draft."""
         with self._lock:
-            return [DraftView(draft, slot.state, slot.score, slot.bytes, self._progress(slot),
+            return [DraftView(draft, slot.state, slot.score, slot.memory_bytes, self._progress(slot),
                               slot.reason, slot.kind.slot_free)
                     for draft, slot in self._slots.items()]
 

@@ -6,12 +6,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+import statistics
 import time
 
 import torch
 
 from ..decoding.draft_length import DraftLength
 from ..decoding.engine import Engine
+from ..memory.footprint import draft_bytes
 from ..models.bundle import Bundle, load_bundle
 from ..models.drafts import KINDS
 from ..models.errors import BundleError, InvalidRequestError
@@ -25,6 +27,7 @@ from .ranking import make_ranker
 from .requests import GenerationRequest, prepare, PreparedRequest
 from .residency import Residency
 
+_WARM_UP_ROUNDS = 6
 DTYPES = {'bfloat16': torch.bfloat16, 'float32': torch.float32, 'float16': torch.float16}
 
 
@@ -144,7 +147,8 @@ class Runtime:
         policy = make_policy(options.policy, drafts, make_ranker(bundle.ranker, drafts))
         draft_length = DraftLength(options.max_gamma, options.adaptive)
         loader = ThreadLoader(store)
-        residency = Residency(kinds, loader, options.settings.cache_capacity, clock)
+        residency = Residency(kinds, loader, options.settings.cache_capacity, clock,
+                              {spec.id: draft_bytes(bundle, spec, dtype) for spec in drafts})
         controller = Controller(engine, tokenizer, residency, policy, draft_length,
                                 options.settings, stop_ids_of(directory, tokenizer))
         runtime = cls(bundle, options, target, tokenizer, loader, controller)
@@ -172,15 +176,20 @@ class Runtime:
         self.controller = self.target = None
 
     def _warm_up(self) -> None:
-        """Run each verify size once for the kernels and once for the clock: costs are known."""
+        """Set the kernels up, and measure what each verify size costs beside the others."""
         engine, draft_length = self.controller.engine, self.controller.draft_length
         engine.state.restart([0] * 8)
-        sizes = range(1, self.options.max_gamma + 2)
-        for rows in (*sizes, *sizes):
-            start = engine.clock()
-            engine.target.forward(engine.state, [0] * rows)
-            # The second round replaces the first, which also paid for setting kernels up.
-            draft_length.calibrate(rows, engine.clock() - start)
+        times: dict[int, list[float]] = {rows: [] for rows in
+                                         range(1, self.options.max_gamma + 2)}
+        for _ in range(_WARM_UP_ROUNDS):
+            for rows, measured in times.items():
+                start = engine.clock()
+                # Reading a result back waits for the device.
+                engine.target.forward(engine.state, [0] * rows)[-1].argmax().item()
+                measured.append(engine.clock() - start)
+        for rows, measured in times.items():
+            # The first round also paid for kernel set-up.
+            draft_length.calibrate(rows, statistics.median(measured[1:]))
         engine.state.restart([0])
         engine.state.hold(0)
 

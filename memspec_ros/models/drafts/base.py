@@ -23,7 +23,10 @@ class Drafter(ABC):
 
     A drafter may hold a cache of its own. It then knows how many committed
     positions the cache covers (``cached``), and catches up before it proposes.
+    A lag of at most ``rows_with_proposal`` it makes up while it proposes.
     """
+
+    rows_with_proposal = 0
 
     def __init__(self) -> None:
         self.cached = 0
@@ -33,8 +36,8 @@ class Drafter(ABC):
         """
         Propose at most ``gamma`` tokens to follow ``state.tokens``.
 
-        May propose fewer, or none. Expects that ``catch_up`` has been called;
-        leaves the committed part of ``state`` as it was.
+        May propose fewer, or none where it lags too far behind. Leaves the
+        committed part of ``state`` as it was.
         """
 
     def update(self, state: DecodeState, accepted: int) -> None:

@@ -31,6 +31,9 @@ class SharedLayersDrafter(Drafter):
     ones: what was drafted is forgotten at every proposal.
     """
 
+    # What the last iteration committed runs in one pass with the first drafted token.
+    rows_with_proposal = 16
+
     def __init__(self, target: LlamaTarget, depth: int, layers: list[LayerWeights], norm: Tensor,
                  head: Tensor, head_ids: list[int], capacity: int):
         super().__init__()
@@ -51,25 +54,31 @@ class SharedLayersDrafter(Drafter):
     def catch_up(self, state: DecodeState, limit: int) -> None:
         count = min(limit, self.lag(state))
         if count:
-            rows = state.hidden[self.depth][self.cached:self.cached + count]
-            self._run_top(rows[None], self.cached)
+            self._run_top(self._committed(state, self.cached + count), self.cached)
             self.cached += count
 
     @torch.inference_mode()
     def propose(self, state: DecodeState, gamma: int) -> Proposal:
-        if self.lag(state):
+        if self.lag(state) > self.rows_with_proposal:
             return Proposal([])
         position = state.held
         token, tokens = state.tokens[-1], []
         for step in range(min(gamma, self.kv.capacity - position)):
             x = self.target.run_lower(state, token, position + step, self.depth)
-            top = self._run_top(x, position + step)[0, -1]
+            if step == 0 and self.cached < position:
+                x = torch.cat([self._committed(state, position), x], dim=1)
+            top = self._run_top(x, position + step + 1 - x.shape[1])[0, -1]
+            self.cached = position
             normed = F.rms_norm(top, top.shape, self.norm, self.target.model.config.norm_eps)
             token = self.head_ids[int(F.linear(normed, self.head).argmax())]
             tokens.append(token)
         for group in state.kv.groups_below(self.depth):
             state.kv.set_length(position, group)
         return Proposal(tokens)
+
+    def _committed(self, state: DecodeState, end: int) -> Tensor:
+        """Hidden states [1, T, H] of committed positions from ``cached`` up to ``end``."""
+        return state.hidden[self.depth][self.cached:end][None]
 
     def _run_top(self, x: Tensor, start: int) -> Tensor:
         config = self.target.model.config
