@@ -14,15 +14,15 @@ another executor; a node that already spins calls ``~/submit`` and listens to
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterator, Sequence
 import math
 import time
 import uuid
-from collections import deque
-from collections.abc import Iterator, Sequence
 
-import rclpy
 from lifecycle_msgs.msg import Transition
 from lifecycle_msgs.srv import ChangeState, GetState
+import rclpy
 from rclpy.context import Context
 from rclpy.executors import SingleThreadedExecutor
 from rclpy.node import Node

@@ -10,9 +10,9 @@ a thread of its own has finished the transition, and illegal ones are refused.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 import threading
 import traceback
-from collections.abc import Callable
 
 from lifecycle_msgs.msg import State, Transition
 from lifecycle_msgs.srv import ChangeState

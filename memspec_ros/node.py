@@ -9,6 +9,8 @@ thread of their own; the loader thread belongs to the runtime.
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict
+from collections.abc import Callable
 import contextlib
 import math
 import signal
@@ -17,12 +19,10 @@ import threading
 import time
 import traceback
 import uuid
-from collections import Counter, OrderedDict
-from collections.abc import Callable
 
-import rclpy
 from diagnostic_msgs.msg import DiagnosticArray
 from lifecycle_msgs.msg import State, Transition
+import rclpy
 from rclpy.action import ActionServer, CancelResponse, GoalResponse
 from rclpy.clock import Clock, ClockType
 from rclpy.executors import ExternalShutdownException, SingleThreadedExecutor
@@ -32,7 +32,7 @@ from rclpy.task import Future
 
 from . import diagnostics, messages
 from .action import Generate as GenerateAction
-from .lifecycle import ERROR, FAILURE, SUCCESS, ResponsiveLifecycleNode
+from .lifecycle import ERROR, FAILURE, ResponsiveLifecycleNode, SUCCESS
 from .memory import preflight
 from .memory.allocator import give_back
 from .memory.footprint import affordable_capacity, draft_bytes, estimate, MIB
@@ -43,7 +43,7 @@ from .msg import GenerateRequest, GenerationStatus, ModelInfo, Residency, TokenC
 from .parameters import NodeParameters
 from .runtime.controller import Settings
 from .runtime.residency import SlotState
-from .runtime.runtime import Runtime, RuntimeOptions, choose_device, choose_dtype
+from .runtime.runtime import choose_device, choose_dtype, Runtime, RuntimeOptions
 from .runtime.worker import GenerationWorker, Job, QueueFullError
 from .srv import Cancel, Generate, GetResult, Submit
 
@@ -319,7 +319,11 @@ class MemSpecNode(ResponsiveLifecycleNode):
         return self._transition('shut down', self._release, state, super().on_shutdown)
 
     def on_error(self, state) -> object:
-        return self._transition('recover', self._release, state, super().on_error)
+        reason = self._transition_error
+        result = self._transition('recover', self._release, state, super().on_error)
+        # Being unconfigured again does not mend what led here.
+        self._transition_error = self._transition_error or reason
+        return result
 
     def _transition(self, name: str, work: Callable[..., object], *arguments) -> object:
         """Run a transition: a MemSpecError is a FAILURE with its reason, a fault an ERROR."""
@@ -332,9 +336,9 @@ class MemSpecNode(ResponsiveLifecycleNode):
             self._transition_error = f'cannot {name}: {" ".join(str(error).split())}'
             self.get_logger().error(self._transition_error)
             return FAILURE
-        except Exception:  # noqa: BLE001 (rclpy would swallow it without a word)
-            self._transition_error = f'{name} failed, see the log'
-            self.get_logger().error(f'{name} failed:\n{traceback.format_exc()}')
+        except Exception as error:  # noqa: BLE001 (rclpy would swallow it without a word)
+            self._transition_error = f'cannot {name}: {type(error).__name__}: {error}; see the log'
+            self.get_logger().error(f'cannot {name}:\n{traceback.format_exc()}')
             return ERROR
 
     def _configure(self, state) -> object:

@@ -9,10 +9,10 @@ documentation all follow from ``PARAMETERS``. Print the YAML file with
 
 from __future__ import annotations
 
-import math
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
+import math
+import sys
 from typing import Any
 
 from rcl_interfaces.msg import (

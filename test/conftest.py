@@ -122,6 +122,16 @@ def target(model_dirs):
 
 
 @pytest.fixture(scope='session')
+def trainable(model_dirs):
+    """The same weights unpacked, as training needs them."""
+    import torch
+
+    from memspec_ros.models.target import load_target
+    return load_target(model_dirs / 'target', torch.float32, torch.device('cpu'), 512,
+                       packed=False)
+
+
+@pytest.fixture(scope='session')
 def greedy(reference):
     """(prompt ids, n, eos ids) -> n greedy tokens of ``transformers``, remembered."""
     import torch
@@ -184,7 +194,7 @@ def bundle_maker(tmp_path, model_dirs):
 
 
 @pytest.fixture(scope='session')
-def full_bundle(tmp_path_factory, model_dirs, target):
+def full_bundle(tmp_path_factory, model_dirs, trainable):
     """A bundle with a draft of every kind."""
     import torch
 
@@ -192,11 +202,11 @@ def full_bundle(tmp_path_factory, model_dirs, target):
     directory = tmp_path_factory.mktemp('bundle')
     maker = BundleMaker(directory, model_dirs / 'target')
     maker.add_head(list(range(REAL_VOCABULARY)))
-    top = Top(target.model, 2, 2)
+    top = Top(trainable.model, 2, 2)
     save_draft(directory / 'top.safetensors', top.export(), {'made': 'by a test'})
     generator = torch.Generator().manual_seed(1)
     noise = {name: torch.randn(tensor.shape, generator=generator).to(tensor.dtype) * 0.3
-             for name, tensor in Top(target.model, 1, 1).export().items()}
+             for name, tensor in Top(trainable.model, 1, 1).export().items()}
     save_draft(directory / 'noise.safetensors', noise, {})
     for name in ('near', 'far'):
         shutil.copytree(model_dirs / name, directory / name)

@@ -180,8 +180,8 @@ def test_error_of_the_real_command():
 
 
 @pytest.mark.parametrize('arguments', [
-    [], ['no-such-command'], ['generate'], ['generate', '--prompt', 'x', '--cache-capacity', 'two'],
-    ['bench', 'quick']])
+    [], ['no-such-command'], ['generate'], ['bench', 'quick'],
+    ['generate', '--prompt', 'x', '--cache-capacity', 'two']])
 def test_usage_errors(arguments, capfd):
     with pytest.raises(SystemExit) as caught:
         main(arguments)

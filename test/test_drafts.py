@@ -129,12 +129,12 @@ def test_a_causal_lm_proposes_its_own_greedy_continuation(make, prefilled, model
 
 
 def test_a_shared_layers_draft_with_all_of_the_targets_layers_is_the_target(
-        make, prefilled, kinds, target, greedy):
+        make, prefilled, kinds, trainable, greedy):
     """Exported in bfloat16, so equality is asked of the untouched weights."""
     bundle, by_name = kinds
-    layers = {f'layers.{i}.{name}': tensor for i, layer in enumerate(target.model.layers[2:])
+    layers = {f'layers.{i}.{name}': tensor for i, layer in enumerate(trainable.model.layers[2:])
               for name, tensor in layer.tensors().items()}
-    drafter = by_name['top'].attach({**layers, 'norm': target.model.norm})
+    drafter = by_name['top'].attach({**layers, 'norm': trainable.model.norm})
     state = prefilled(PROMPTS[0])
     drafter.catch_up(state, 1000)
     assert drafter.propose(state, 6).tokens == greedy(PROMPTS[0], 6)

@@ -16,7 +16,6 @@ from ament_index_python.packages import (  # noqa: E402
     get_package_share_directory,
     PackageNotFoundError,
 )
-from launch import LaunchContext, LaunchDescription  # noqa: E402
 from launch.actions import (  # noqa: E402
     IncludeLaunchDescription,
     RegisterEventHandler,
@@ -25,9 +24,10 @@ from launch.actions import (  # noqa: E402
 from launch.event_handlers import OnProcessExit  # noqa: E402
 from launch.launch_description_sources import PythonLaunchDescriptionSource  # noqa: E402
 from launch.utilities import perform_substitutions  # noqa: E402
-from memspec_ros.msg import GenerationStatus as Status  # noqa: E402
-from ros_peer import child_environment, RemoteNode  # noqa: E402
+from ros_peer import child_environment, RemoteNode, Status  # noqa: E402
 import yaml  # noqa: E402
+
+from launch import LaunchContext, LaunchDescription  # noqa: E402
 
 try:
     SHARE = Path(get_package_share_directory('memspec_ros'))

@@ -16,6 +16,7 @@ from memspec_ros.models.llama import (
     Rope,
     run_layer_uncached,
 )
+from memspec_ros.models.packing import linear, pack
 from memspec_ros.models.state import KVCache
 from memspec_ros.models.target import load_target, read_config, TransformersTarget
 
@@ -266,3 +267,25 @@ def test_cache_groups_and_lengths():
 
 def test_the_vocabulary_of_a_target_may_be_padded(target):
     assert target.vocab_size == PADDED_VOCABULARY and target.layers == 4
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize('rows', [1, 2, 5, 9, 64])
+def test_packed_matrices_multiply_like_plain_ones(dtype, rows):
+    generator = torch.Generator().manual_seed(rows)
+    weight = torch.randn(192, 128, generator=generator).to(dtype)
+    bias = torch.randn(192, generator=generator).to(dtype)
+    x = torch.randn(1, rows, 128, generator=generator).to(dtype)
+    packed = pack(weight)
+    for b in (None, bias):
+        plain = torch.nn.functional.linear(x, weight, b)
+        result = linear(x, packed, b)
+        assert result.shape == plain.shape and result.dtype == dtype
+        torch.testing.assert_close(result, plain, rtol=2e-2 if dtype == torch.bfloat16 else 1e-5,
+                                   atol=2e-2 if dtype == torch.bfloat16 else 1e-4)
+
+
+def test_packing_is_left_out_where_it_is_not_to_be_had(monkeypatch):
+    weight = torch.randn(32, 16)
+    monkeypatch.setattr('memspec_ros.models.packing._available', lambda dtype: False)
+    assert pack(weight) is weight

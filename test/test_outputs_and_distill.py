@@ -127,10 +127,10 @@ def test_the_trimmed_vocabulary_is_the_most_frequent_tokens():
 
 
 @pytest.fixture(scope='module')
-def examples(target, greedy):
+def examples(trainable, greedy):
     records = [OutputRecord(content_key(p), 'code' if i % 2 else 'general', p, greedy(p, 12))
                for i, p in enumerate(PROMPTS)]
-    return Examples(target.model, records, 2, list(range(REAL_VOCABULARY)))
+    return Examples(trainable.model, records, 2, list(range(REAL_VOCABULARY)))
 
 
 def test_labels_are_the_outputs_and_ignored_outside_the_vocabulary(target, examples):
@@ -143,50 +143,50 @@ def test_labels_are_the_outputs_and_ignored_outside_the_vocabulary(target, examp
     assert examples.output_tokens == 48
 
 
-def test_a_top_of_all_remaining_layers_agrees_with_the_target_before_training(target, examples):
-    everything = agreement(target.model, Top(target.model, 2, 2), examples,
+def test_a_top_of_all_remaining_layers_agrees_with_the_target_before_training(trainable, examples):
+    everything = agreement(trainable.model, Top(trainable.model, 2, 2), examples,
                            list(range(REAL_VOCABULARY)))
     assert set(everything) == {'code', 'general'} and min(everything.values()) > 0.6
 
 
-def test_distilling_learns_and_is_deterministic(target, examples):
+def test_distilling_learns_and_is_deterministic(trainable, examples):
     vocabulary = list(range(REAL_VOCABULARY))
     options = DistillOptions(depth=2, layers=1, epochs=30, batch=2, learning_rate=3e-3)
     losses, checkpoints = [], []
-    before = agreement(target.model, Top(target.model, 2, 1), examples, vocabulary)
-    top = distill(target.model, examples, vocabulary, options,
+    before = agreement(trainable.model, Top(trainable.model, 2, 1), examples, vocabulary)
+    top = distill(trainable.model, examples, vocabulary, options,
                   report=lambda step, steps, loss, right: losses.append(loss),
                   checkpoint=lambda top, step: checkpoints.append(step))
     assert len(losses) == 60 and checkpoints == list(range(2, 61, 2))
     assert sum(losses[-4:]) < 0.5 * sum(losses[:4])
-    after = agreement(target.model, top, examples, vocabulary)
+    after = agreement(trainable.model, top, examples, vocabulary)
     assert sum(after.values()) > sum(before.values())
-    again = distill(target.model, examples, vocabulary, options)
+    again = distill(trainable.model, examples, vocabulary, options)
     assert all(torch.equal(a, b) for a, b in zip(top.export().values(),
                                                  again.export().values()))
-    continued = distill(target.model, examples, vocabulary,
+    continued = distill(trainable.model, examples, vocabulary,
                         DistillOptions(depth=2, layers=1, epochs=0.1, learning_rate=0.0,
                                        weight_decay=0.0), start=top.export())
-    assert agreement(target.model, continued, examples, vocabulary) == pytest.approx(
+    assert agreement(trainable.model, continued, examples, vocabulary) == pytest.approx(
         after, abs=0.1)
 
 
-def test_the_target_is_left_as_it_was(target, examples, greedy):
-    before = target.model.layers[3].down.clone()
-    distill(target.model, examples, list(range(REAL_VOCABULARY)),
+def test_the_target_is_left_as_it_was(trainable, examples, greedy):
+    before = trainable.model.layers[3].down.clone()
+    distill(trainable.model, examples, list(range(REAL_VOCABULARY)),
             DistillOptions(depth=2, layers=1, epochs=1, batch=4))
-    assert torch.equal(target.model.layers[3].down, before)
-    assert not target.model.norm.requires_grad
+    assert torch.equal(trainable.model.layers[3].down, before)
+    assert not trainable.model.norm.requires_grad
 
 
-def test_a_saved_draft_carries_how_it_was_made(tmp_path, target):
+def test_a_saved_draft_carries_how_it_was_made(tmp_path, trainable):
     path = tmp_path / 'new' / 'draft.safetensors'
-    tensors = Top(target.model, 2, 2).export()
+    tensors = Top(trainable.model, 2, 2).export()
     save_draft(path, tensors, {'seed': '0'})
     assert read_metadata(path) == {'seed': '0'}
     read = read_tensors(path)
     assert set(read) == set(tensors) and read['norm'].dtype == torch.bfloat16
     assert [p.name for p in path.parent.iterdir()] == ['draft.safetensors']
-    top = Top(target.model, 2, 2)
+    top = Top(trainable.model, 2, 2)
     top.load(read)
     assert all(torch.equal(a, b) for a, b in zip(top.export().values(), tensors.values()))

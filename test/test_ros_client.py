@@ -8,14 +8,15 @@ import pytest
 pytest.importorskip('rclpy')
 pytest.importorskip('memspec_ros.srv')
 
+from ros_peer import LONG, Status  # noqa: E402
+
 from memspec_ros import client as client_module  # noqa: E402
 from memspec_ros.client import (  # noqa: E402
     MemSpecClient,
     MemSpecUnavailableError,
     RequestRefusedError,
 )
-from memspec_ros.msg import GenerationStatus as Status, SamplingParams  # noqa: E402
-from ros_peer import LONG  # noqa: E402
+from memspec_ros.msg import SamplingParams
 
 pytest_plugins = ['ros_fixtures']
 
@@ -53,7 +54,7 @@ def test_leaving_the_loop_cancels(active, client):
 def test_error_in_the_loop_cancels_too(active, client):
     with pytest.raises(ZeroDivisionError):
         for _ in client.stream(PROMPT, max_new_tokens=LONG, request_id='failed', **ON):
-            1 / 0
+            raise ZeroDivisionError
     assert active.finished('failed').status.code == Status.CANCELED
 
 

@@ -14,7 +14,9 @@ pytest.importorskip('rclpy')
 pytest.importorskip('memspec_ros.srv')
 
 from diagnostic_msgs.msg import DiagnosticArray, DiagnosticStatus  # noqa: E402
-from memspec_ros.msg import DraftResidency, GenerationStatus as Status, Residency  # noqa: E402
+from ros_peer import Status  # noqa: E402
+
+from memspec_ros.msg import DraftResidency, Residency  # noqa: E402
 
 pytest_plugins = ['ros_fixtures']
 
@@ -133,8 +135,8 @@ def test_good_bundle_after_a_bad_one(unconfigured, broken, ros_bundle):
         assert status.level == DiagnosticStatus.OK and status.message == 'active'
 
 
-def test_fault_that_nobody_thought_of(unconfigured, broken):
-    """Whatever goes wrong while loading: the transition fails, the node lives, a person is told."""
+def test_fault_that_nobody_thought_of(unconfigured, broken, ros_bundle):
+    """Whatever goes wrong while loading: the node lives, and a person is told."""
     node = unconfigured
     config = broken / 'target' / 'config.json'
     config.write_text(json.dumps({**json.loads(config.read_text()),
@@ -143,12 +145,17 @@ def test_fault_that_nobody_thought_of(unconfigured, broken):
     already = len(node.log)
     assert not node.change('configure')
     assert node.state == 'unconfigured' and node.alive
-    assert '[ERROR]' in node.log[already:] and 'configure' in node.log[already:]
+    said = node.log[already:]
+    node.forgive(said)
+    assert '[ERROR]' in said and 'cannot configure' in said
     with node.peer.listen(DiagnosticArray, '/diagnostics') as arrays:
         status = node.peer.wait(
             lambda: [status for array in arrays for status in array.status
                      if status.name == f'{node.fqn}: Lifecycle'], 'diagnostics')[-1]
-    assert status.level == DiagnosticStatus.ERROR and 'configure' in status.message
+    assert status.level == DiagnosticStatus.ERROR and 'cannot configure' in status.message
+    node.set(bundle=str(ros_bundle))
+    node.bring_to('active')
+    assert node.generate().status.code == Status.LENGTH
 
 
 @pytest.mark.parametrize('values, words', [

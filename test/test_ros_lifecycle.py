@@ -11,8 +11,9 @@ pytest.importorskip('memspec_ros.srv')
 from diagnostic_msgs.msg import DiagnosticArray  # noqa: E402
 from lifecycle_msgs.msg import Transition as T  # noqa: E402
 from lifecycle_msgs.srv import GetAvailableStates, GetAvailableTransitions  # noqa: E402
-from memspec_ros.msg import GenerationStatus as Status, Residency, TokenChunk  # noqa: E402
-from ros_peer import configure_held_up, LONG, whole  # noqa: E402
+from ros_peer import configure_held_up, LONG, Status, whole  # noqa: E402
+
+from memspec_ros.msg import Residency, TokenChunk
 
 pytest_plugins = ['ros_fixtures']
 

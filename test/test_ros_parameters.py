@@ -13,18 +13,18 @@ import yaml
 pytest.importorskip('rclpy')
 pytest.importorskip('memspec_ros.srv')
 
+from rcl_interfaces.msg import ParameterType  # noqa: E402
+from rcl_interfaces.srv import SetParametersAtomically  # noqa: E402
+from rclpy.parameter import Parameter  # noqa: E402
+from ros_peer import LONG, request, Status  # noqa: E402
+
 from memspec_ros.msg import (  # noqa: E402
     DraftResidency,
     GenerateRequest,
-    GenerationStatus as Status,
     Residency,
 )
 from memspec_ros.parameters import BY_NAME, CONFIGURE, PARAMETERS, START  # noqa: E402
 from memspec_ros.srv import Generate  # noqa: E402
-from rcl_interfaces.msg import ParameterType  # noqa: E402
-from rcl_interfaces.srv import SetParametersAtomically  # noqa: E402
-from rclpy.parameter import Parameter  # noqa: E402
-from ros_peer import LONG, request  # noqa: E402
 
 pytest_plugins = ['ros_fixtures']
 
@@ -168,8 +168,9 @@ def test_cache_capacity_changes_while_generating(active):
         newest_residency(active, messages, lambda m: len(held(m)) == 2, 'two drafts')
         for capacity in (3, 1, 0, 2):
             assert active.set(cache_capacity=capacity)[0].successful
-            message = newest_residency(active, messages, lambda m: len(held(m)) == capacity,
-                                       f'{capacity} drafts')
+            message = newest_residency(
+                active, messages, lambda m, count=capacity: len(held(m)) == count,
+                f'{capacity} drafts')
             assert message.capacity == capacity
         # -1: as many as the budget allows, and there is none.
         assert active.set(cache_capacity=-1)[0].successful

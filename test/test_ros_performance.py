@@ -13,15 +13,15 @@ psutil = pytest.importorskip('psutil')
 
 from diagnostic_msgs.msg import DiagnosticArray  # noqa: E402
 from lifecycle_msgs.srv import GetState  # noqa: E402
+from rcl_interfaces.srv import GetParameters  # noqa: E402
+from ros_peer import LATCHED, LONG, make_bundle, request, Status  # noqa: E402
+
 from memspec_ros.msg import (  # noqa: E402
-    GenerationStatus as Status,
     ModelInfo,
     Residency,
     TokenChunk,
 )
 from memspec_ros.srv import Cancel  # noqa: E402
-from rcl_interfaces.srv import GetParameters  # noqa: E402
-from ros_peer import LATCHED, LONG, make_bundle, request  # noqa: E402
 
 pytest_plugins = ['ros_fixtures']
 pytestmark = pytest.mark.slow
@@ -157,7 +157,7 @@ def test_memory_stays_flat_over_many_requests(active, record_property):
             active.submit(f'request {i}', max_new_tokens=4, request_id=f'submitted {i}')
             assert active.finished(f'submitted {i}').found
         with active.action() as client:
-            for i in range(100):
+            for _ in range(100):
                 active.goal_result(active.send_goal(client, request(max_new_tokens=4))[0])
         return process.memory_info().rss
 

@@ -10,8 +10,9 @@ import pytest
 pytest.importorskip('rclpy')
 pytest.importorskip('memspec_ros.srv')
 
-from memspec_ros.msg import GenerationStatus as Status, TokenChunk  # noqa: E402
-from ros_peer import configure_held_up, LONG, request, whole  # noqa: E402
+from ros_peer import configure_held_up, LONG, request, Status, whole  # noqa: E402
+
+from memspec_ros.msg import TokenChunk
 
 pytest_plugins = ['ros_fixtures']
 

@@ -11,14 +11,14 @@ import pytest
 pytest.importorskip('rclpy')
 pytest.importorskip('memspec_ros.srv')
 
+from ros_peer import CONTEXT, LONG, request, Status, whole  # noqa: E402
+
 from memspec_ros.msg import (  # noqa: E402
     GenerateRequest,
-    GenerationStatus as Status,
     SamplingParams,
     TokenChunk,
 )
 from memspec_ros.srv import Cancel, Generate, GetResult, Submit  # noqa: E402
-from ros_peer import CONTEXT, LONG, request, whole  # noqa: E402
 
 pytest_plugins = ['ros_fixtures']
 

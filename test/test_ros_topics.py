@@ -12,16 +12,16 @@ pytest.importorskip('rclpy')
 pytest.importorskip('memspec_ros.srv')
 
 from diagnostic_msgs.msg import DiagnosticArray, DiagnosticStatus  # noqa: E402
+from rclpy.qos import DurabilityPolicy, ReliabilityPolicy  # noqa: E402
+from ros_peer import DEEP, LATCHED, LONG, Status, whole  # noqa: E402
+
 from memspec_ros import diagnostics  # noqa: E402
 from memspec_ros.msg import (  # noqa: E402
     DraftResidency,
-    GenerationStatus as Status,
     ModelInfo,
     Residency,
     TokenChunk,
 )
-from rclpy.qos import DurabilityPolicy, ReliabilityPolicy  # noqa: E402
-from ros_peer import DEEP, LATCHED, LONG, whole  # noqa: E402
 
 pytest_plugins = ['ros_fixtures']
 
@@ -102,8 +102,8 @@ def test_quality_of_service(active):
                 'model_info': (ReliabilityPolicy.RELIABLE, DurabilityPolicy.TRANSIENT_LOCAL)}
     for topic, qos in expected.items():
         name = f'{active.fqn}/{topic}'
-        active.peer.wait(lambda: active.peer.node.count_publishers(name), name)
-        info, = active.peer.node.get_publishers_info_by_topic(name)
+        info, = active.peer.wait(
+            lambda name=name: active.peer.node.get_publishers_info_by_topic(name), name)
         assert (info.qos_profile.reliability, info.qos_profile.durability) == qos
 
 

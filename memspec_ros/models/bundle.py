@@ -22,6 +22,7 @@ from torch import Tensor
 import yaml
 
 from .errors import BundleError
+from .packing import pack
 from .weights import file_sha256, read_metadata, read_tensors
 
 MANIFEST_NAME = 'bundle.yaml'
@@ -196,7 +197,7 @@ class Bundle:
             if wrong:
                 raise BundleError(f'shared_head: token id {wrong[0]} does not exist in the '
                                   f'target ({target.vocab_size} ids)')
-            self._head_rows = target.model.head[ids].contiguous()
+            self._head_rows = pack(target.model.head[ids])
         return self._head_rows
 
 

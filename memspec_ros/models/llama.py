@@ -15,7 +15,7 @@ new ones, H hidden width, D head width, Q query heads, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 import math
 
 import torch
@@ -23,6 +23,7 @@ from torch import Tensor
 import torch.nn.functional as F
 
 from .errors import UnsupportedModelError
+from .packing import linear, pack
 
 SUPPORTED_MODEL_TYPES = ('llama', 'qwen2')
 
@@ -141,6 +142,11 @@ class LayerWeights:
             down=need('mlp.down_proj.weight'),
         )
 
+    def packed(self) -> LayerWeights:
+        """The same layer with its matrices packed for decoding."""
+        return replace(self, **{name: pack(getattr(self, name))
+                                for name in ('qkv', 'out', 'gate_up', 'down')})
+
     def tensors(self) -> dict[str, Tensor]:
         """Tensors by field name, without the absent ones."""
         return {name: getattr(self, name) for name in self.NAMES
@@ -243,7 +249,7 @@ def project_qkv(config: LlamaConfig, w: LayerWeights, x: Tensor,
     """
     batch, new = x.shape[:2]
     normed = F.rms_norm(x, x.shape[-1:], w.input_norm, config.norm_eps)
-    fused = F.linear(normed, w.qkv, w.qkv_bias)
+    fused = linear(normed, w.qkv, w.qkv_bias)
     fused = fused.view(batch, new, config.heads + 2 * config.kv_heads, config.head_dim)
     turning, value = fused.split([config.heads + config.kv_heads, config.kv_heads], dim=2)
     turned = rotate(turning.float(), rope).to(dtype)
@@ -253,10 +259,10 @@ def project_qkv(config: LlamaConfig, w: LayerWeights, x: Tensor,
 
 def finish_layer(config: LlamaConfig, w: LayerWeights, x: Tensor, mixed: Tensor) -> Tensor:
     """Output projection, residual and MLP: x [B, T, H], mixed [B, T, Q, D] -> [B, T, H]."""
-    x = x + F.linear(mixed.flatten(-2).to(x.dtype), w.out)
+    x = x + linear(mixed.flatten(-2).to(x.dtype), w.out)
     normed = F.rms_norm(x, x.shape[-1:], w.post_norm, config.norm_eps)
-    gate, up = F.linear(normed, w.gate_up).chunk(2, dim=-1)
-    return x + F.linear(F.silu(gate) * up, w.down)
+    gate, up = linear(normed, w.gate_up).chunk(2, dim=-1)
+    return x + linear(F.silu(gate) * up, w.down)
 
 
 def run_layer_uncached(config: LlamaConfig, w: LayerWeights, x: Tensor,
@@ -312,8 +318,13 @@ class Llama:
 
     @classmethod
     def from_state(cls, config: LlamaConfig, state: Mapping[str, Tensor], dtype: torch.dtype,
-                   device: torch.device, context: int | None = None) -> Llama:
-        """Build from a Hugging Face state dict (names ``model.layers.0.…``)."""
+                   device: torch.device, context: int | None = None,
+                   packed: bool = False) -> Llama:
+        """
+        Build from a Hugging Face state dict (names ``model.layers.0.…``).
+
+        ``packed`` layers are faster to decode with, but cannot be trained on.
+        """
 
         def get(name: str) -> Tensor | None:
             tensor = state.get(name)
@@ -334,11 +345,13 @@ class Llama:
         table = (config.vocab_size, config.hidden_size)
         name = 'model.embed_tokens.weight'
         embedding = check(name, need(name), table)
-        layers = [LayerWeights.from_hf(get, f'model.layers.{i}.') for i in range(config.layers)]
-        shapes = layer_shapes(config)
-        for i, layer in enumerate(layers):
+        shapes, layers = layer_shapes(config), []
+        for i in range(config.layers):
+            layer = LayerWeights.from_hf(get, f'model.layers.{i}.')
             for field, tensor in layer.tensors().items():
                 check(f'{field} of layer {i}', tensor, shapes[field])
+            # One after another: two copies of one layer at a time, not of the model.
+            layers.append(layer.packed() if packed else layer)
         norm = check('model.norm.weight', need('model.norm.weight'), (config.hidden_size,))
         head = embedding
         if not config.tied_embeddings:
@@ -367,7 +380,7 @@ class Llama:
     def logits(self, x: Tensor) -> Tensor:
         """Hidden states after the last layer [..., H] -> logits [..., V] in float32."""
         normed = F.rms_norm(x, x.shape[-1:], self.norm, self.config.norm_eps)
-        return F.linear(normed, self.head).float()
+        return linear(normed, self.head).float()
 
 
 def run_layers(config: LlamaConfig, layers: list[LayerWeights], x: Tensor,

@@ -191,9 +191,11 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def load_target(path: Path, dtype: torch.dtype, device: torch.device, context: int,
-                generic: bool = False) -> Target:
+                generic: bool = False, packed: bool = True) -> Target:
     """
     Load the target of directory ``path``: on the lean path where its family has one.
+
+    ``packed`` is for decoding; a target to train on must not be.
 
     Raises BundleError for missing, truncated or malformed files,
     UnsupportedModelError for models that cannot be decoded rightly.
@@ -202,7 +204,8 @@ def load_target(path: Path, dtype: torch.dtype, device: torch.device, context: i
     if raw.get('model_type') in SUPPORTED_MODEL_TYPES and not generic:
         config = LlamaConfig.from_hf(raw)
         with open_checkpoint(path) as weights:
-            return LlamaTarget(Llama.from_state(config, weights, dtype, device, context))
+            return LlamaTarget(Llama.from_state(config, weights, dtype, device, context,
+                                                packed))
     skeleton = build_skeleton(path)
     with open_checkpoint(path) as weights:
         state = {name: weights[name].to(dtype) for name in weights}

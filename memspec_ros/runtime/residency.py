@@ -259,8 +259,8 @@ class Residency:
     def view(self) -> list[DraftView]:
         """A snapshot of every draft."""
         with self._lock:
-            return [DraftView(draft, slot.state, slot.score, slot.memory_bytes, self._progress(slot),
-                              slot.reason, slot.kind.slot_free)
+            return [DraftView(draft, slot.state, slot.score, slot.memory_bytes,
+                              self._progress(slot), slot.reason, slot.kind.slot_free)
                     for draft, slot in self._slots.items()]
 
     def _progress(self, slot: _Slot) -> float:

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 
 from ..errors import BundleError, UnsupportedModelError
 from ..llama import layer_shapes, LayerWeights, LlamaConfig, run_layers
+from ..packing import linear
 from ..state import DecodeState, KVCache, Proposal
 from ..target import LlamaTarget
 from .base import Drafter, DraftKind
@@ -70,7 +71,7 @@ class SharedLayersDrafter(Drafter):
             top = self._run_top(x, position + step + 1 - x.shape[1])[0, -1]
             self.cached = position
             normed = F.rms_norm(top, top.shape, self.norm, self.target.model.config.norm_eps)
-            token = self.head_ids[int(F.linear(normed, self.head).argmax())]
+            token = self.head_ids[int(linear(normed, self.head).argmax())]
             tokens.append(token)
         for group in state.kv.groups_below(self.depth):
             state.kv.set_length(position, group)
@@ -114,7 +115,8 @@ class SharedLayersKind(DraftKind):
 
     def attach(self, tensors: Mapping[str, Tensor]) -> Drafter:
         config: LlamaConfig = self.target.model.config
-        layers = [self._layer(tensors, index, config) for index in range(self.own_layers)]
+        layers = [self._layer(tensors, index, config).packed()
+                  for index in range(self.own_layers)]
         norm = self._tensor(tensors, 'norm', (config.hidden_size,))
         return SharedLayersDrafter(self.target, self.depth, layers, norm, self.head,
                                    self.head_ids, self.capacity)
