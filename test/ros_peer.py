@@ -116,7 +116,9 @@ class Peer:
     def client(self, kind, name: str):
         client = self._clients.get((kind, name))
         if client is None:
-            client = self._clients[kind, name] = self.node.create_client(kind, name)
+            # The default depth of 10 loses answers where many are open and this side is slow.
+            client = self._clients[kind, name] = self.node.create_client(
+                kind, name, qos_profile=DEEP)
         # Discovery takes its time, and it is the events in spin_once that tell of it.
         self.wait(client.service_is_ready, f'discovery of {name}')
         return client

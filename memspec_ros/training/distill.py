@@ -253,6 +253,7 @@ def save_draft(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str])
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix('.partial')
     save_file(tensors, partial, metadata=metadata)
+    partial.chmod(0o644)  # the writer makes it private; a bundle is for whoever runs the node
     partial.replace(path)
 
 
