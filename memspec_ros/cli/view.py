@@ -131,7 +131,7 @@ def summary(stats) -> str:
             f'{stats.time_to_first_token_sec:.2f} s\n'
             f'{stats.iterations} iterations, {per_step:.2f} tokens each; '
             f'accepted {rate} of {stats.drafted_tokens} drafted tokens\n'
-            f'accepted/proposed by draft: {drafts}; {stats.switches} switches\n'
+            f'accepted/proposed by draft: {drafts}; switches: {stats.switches}\n'
             f'time: {stats.desired_sec:.2f} s wanted draft, {stats.fallback_sec:.2f} s fallback, '
             f'{stats.prediction_sec:.3f} s ranking, {stats.catch_up_sec:.2f} s catch-up, '
             f'{stats.load_wait_sec:.2f} s waiting for loads')
