@@ -251,24 +251,52 @@ def test_devices_and_types():
     assert choose_dtype('auto', cpu) in (torch.bfloat16, torch.float32)
 
 
+PROMPTS_OF_ALL_DOMAINS = (
+    'Write a Python function that reverses a string, then explain what it costs.',
+    'Fix this code: for i in range(10) print(i)',
+    'Write a class for a queue in Java and say what each method does.',
+    'What does `git rebase` do?',
+    'A train travels 60 km in 45 minutes. What is its average speed in km/h?',
+    'Solve 3x + 7 = 22 and show each step.',
+    'What is the probability of two sixes with two dice?',
+    'Bring me the red cup from the kitchen table.',
+    'How do I list all ROS 2 topics, and how do I read one of them?',
+    'The robot is stuck in front of a closed door. What should it do?',
+    'Turn off the lights in the living room and close the blinds.',
+    'What is a costmap used for in navigation?',
+    'Why is the sky blue?',
+    'Name five animals that live in the desert.',
+    'Translate to French: The weather is nice today.',
+    'Write a short poem about the sea.',
+    'Summarise: The meeting was moved from Monday to Wednesday since two people were ill.',
+    'What is the difference between a contract and an agreement?',
+    'What are common symptoms of the flu?',
+    'Rewrite politely: Give me the report now.',
+)
+
+
 @pytest.mark.slow
 def test_the_default_bundle_equals_transformers():
-    """The shipped drafts on the shipped target, in float32."""
+    """The shipped drafts on the shipped target, in float32, loaded and switched meanwhile."""
     from transformers import AutoModelForCausalLM
     runtime = Runtime.open(None, options(context=512, settings=Settings(2, 2)))
+    drafted = switches = loads = 0
     try:
         model = AutoModelForCausalLM.from_pretrained(runtime.bundle.target_path,
                                                      dtype=torch.float32)
-        for text in ('Write a Python function that reverses a string.', 'Why is the sky blue?'):
-            prepared = runtime.prepare(GenerationRequest(text, max_new_tokens=48))
+        for text in PROMPTS_OF_ALL_DOMAINS:
+            prepared = runtime.prepare(GenerationRequest(text, max_new_tokens=64))
             chunks = list(runtime.controller.generate(prepared))
             with torch.inference_mode():
                 out = model.generate(
-                    torch.tensor([prepared.prompt_ids]), do_sample=False, max_new_tokens=48,
+                    torch.tensor([prepared.prompt_ids]), do_sample=False, max_new_tokens=64,
                     eos_token_id=sorted(runtime.controller.stop_ids), pad_token_id=0)
             assert [t for c in chunks for t in c.token_ids] == out[
-                0, len(prepared.prompt_ids):].tolist()
-            assert chunks[-1].stats.drafted > 0
+                0, len(prepared.prompt_ids):].tolist(), text
+            stats = chunks[-1].stats
+            drafted, switches = drafted + stats.drafted, switches + stats.switches
+            loads += stats.loads
+        assert drafted > 0 and switches > 0 and loads > 2
     finally:
         runtime.close()
 

@@ -10,8 +10,8 @@ import sys
 from .node_process import NodeProcess, NodeProcessError
 from .ros_options import require_ros
 
-DEFAULT_PROMPT = ('Write a Python function that computes the area of a triangle. Then solve step by '
-                  'step: what is the area for a base of 6 cm and a height of 4 cm?')
+DEFAULT_PROMPT = ('Write a Python function that computes the area of a triangle. Then solve step '
+                  'by step: what is the area for a base of 6 cm and a height of 4 cm?')
 
 
 def register(commands) -> None:
