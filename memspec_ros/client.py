@@ -28,6 +28,7 @@ from rclpy.executors import SingleThreadedExecutor
 from rclpy.node import Node
 from rclpy.qos import DurabilityPolicy, QoSProfile, ReliabilityPolicy
 
+from .models.errors import MemSpecError
 from .msg import GenerateRequest, GenerationStatus, ModelInfo, Residency, TokenChunk
 from .srv import Cancel, GetResult, Submit
 
@@ -38,11 +39,11 @@ _QOS_LATCHED = QoSProfile(depth=1, reliability=ReliabilityPolicy.RELIABLE,
 _ASK_AFTER_SEC = 5.0
 
 
-class MemSpecUnavailableError(Exception):
+class MemSpecUnavailableError(MemSpecError):
     """The node did not answer in time."""
 
 
-class RequestRefusedError(Exception):
+class RequestRefusedError(MemSpecError):
     """The node refused a request; ``status`` is its GenerationStatus."""
 
     def __init__(self, status: GenerationStatus):

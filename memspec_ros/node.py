@@ -9,47 +9,42 @@ thread of their own; the loader thread belongs to the runtime.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
 from collections.abc import Callable
 import contextlib
-import math
 import signal
 import sys
 import threading
 import time
 import traceback
-import uuid
 
-from diagnostic_msgs.msg import DiagnosticArray
 from lifecycle_msgs.msg import State, Transition
 import rclpy
 from rclpy.action import ActionServer, CancelResponse, GoalResponse
 from rclpy.clock import Clock, ClockType
 from rclpy.executors import ExternalShutdownException, SingleThreadedExecutor
 from rclpy.qos import qos_profile_services_default
+from rclpy.qos_overriding_options import QoSOverridingOptions
 from rclpy.signals import SignalHandlerOptions
 from rclpy.task import Future
 
-from . import diagnostics, messages
+from . import messages
 from .action import Generate as GenerateAction
-from .lifecycle import ERROR, FAILURE, ResponsiveLifecycleNode, SUCCESS
 from .memory import preflight
 from .memory.allocator import give_back
 from .memory.footprint import affordable_capacity, draft_bytes, estimate, MIB
 from .models.bundle import load_bundle
 from .models.errors import InvalidRequestError, MemSpecError
 from .models.target_files import locate_target
-from .msg import GenerateRequest, GenerationStatus, ModelInfo, Residency, TokenChunk
+from .msg import GenerationStatus, TokenChunk
+from .node_lifecycle import ERROR, FAILURE, ResponsiveLifecycleNode, SUCCESS
+from .node_reports import Reports
+from .node_requests import RequestDesk
 from .parameters import NodeParameters
 from .runtime.controller import Settings
-from .runtime.residency import SlotState
 from .runtime.runtime import choose_device, choose_dtype, Runtime, RuntimeOptions
-from .runtime.worker import GenerationWorker, Job, QueueFullError
+from .runtime.worker import GenerationWorker
 from .srv import Cancel, Generate, GetResult, Submit
 
-RESIDENCY_MIN_PERIOD_SEC = 0.05
-WINDOW_SEC = 30.0
-KEPT_SESSIONS = 16
 # Long enough for a slow client to ask, short enough to keep memory flat.
 ACTION_RESULT_TIMEOUT_SEC = 60
 # For the last answers to leave before the process ends.
@@ -60,40 +55,6 @@ class StoppedError(MemSpecError):
     """A transition was given up since the process is to end."""
 
 
-class _Stream:
-    """Puts an answer's chunks together to at most one message per period, on the worker thread."""
-
-    def __init__(self, publish: Callable[[TokenChunk], None], request_id: str, period: float,
-                 clock: Callable[[], float], stamp: Callable):
-        self._publish = publish
-        self._period = period
-        self._clock = clock
-        self._stamp = stamp
-        self._last_at = -math.inf
-        self._pending = TokenChunk(request_id=request_id)
-        self._seq = 0
-
-    def add(self, chunk) -> None:
-        pending = self._pending
-        pending.text += messages.to_text(chunk.text)
-        pending.token_ids.extend(chunk.token_ids)
-        pending.draft = chunk.draft
-        if chunk.last:
-            pending.last = True
-            pending.status = messages.finish_status(chunk.finish, chunk.message)
-            pending.stats = [messages.to_stats(chunk.stats)]
-        elif not pending.token_ids or self._clock() - self._last_at < self._period:
-            return
-        else:
-            pending.status.code = GenerationStatus.RUNNING
-        pending.seq = self._seq
-        pending.header.stamp = self._stamp()
-        self._publish(pending)
-        self._seq += 1
-        self._last_at = self._clock()
-        self._pending = TokenChunk(request_id=pending.request_id)
-
-
 class MemSpecNode(ResponsiveLifecycleNode):
     """See README.md for the interface; docs/ros_interface.md for all of it."""
 
@@ -101,35 +62,27 @@ class MemSpecNode(ResponsiveLifecycleNode):
         super().__init__('memspec', **kwargs)
         self.runtime: Runtime | None = None
         self.worker: GenerationWorker | None = None
-        # A request is queued either before the drain of a transition, or not at all.
-        self._gate = threading.Lock()
-        self._accepting = False
+        self.transition_error = ''
         self._stopping = threading.Event()
-        self._transition_error = ''
-        self._requests: Counter[str] = Counter()
-        self._last_stats = None
-        self._sessions: OrderedDict[str, list[tuple[str, str]]] = OrderedDict()
-        self._residency_shown = None
-        self._residency_at = -math.inf
         self.parameters = NodeParameters(
             self, lambda: self.state_id != State.PRIMARY_STATE_UNCONFIGURED)
-        # Diagnostics and residency go on while simulated time is paused.
-        self._steady = Clock(clock_type=ClockType.STEADY_TIME)
-        self._make_interface()
+        steady = Clock(clock_type=ClockType.STEADY_TIME)
+        self._tokens = self.create_lifecycle_publisher(
+            TokenChunk, '~/tokens', messages.QOS_TOKENS,
+            qos_overriding_options=QoSOverridingOptions.with_default_policies())
+        self.reports = Reports(self, steady, self.reentrant_group)
+        self.desk = RequestDesk(self, self.parameters, self._tokens.publish,
+                                self.reports.residency_changed)
+        self._make_services()
+        self.reports.publish_model_info()
         if self.parameters['autostart']:
             self._autostart_timer = self.create_timer(
-                0.1, self._autostart, clock=self._steady, callback_group=self.reentrant_group)
+                0.1, self._autostart, clock=steady, callback_group=self.reentrant_group)
 
     # --- interface -----------------------------------------------------------------------------
 
-    def _make_interface(self) -> None:
+    def _make_services(self) -> None:
         group = self.reentrant_group
-        self._tokens = self.create_lifecycle_publisher(
-            TokenChunk, '~/tokens', messages.QOS_TOKENS,
-            qos_overriding_options=_qos_overrides())
-        self._residency = self.create_publisher(Residency, '~/residency', messages.QOS_RESIDENCY)
-        self._model_info = self.create_publisher(ModelInfo, '~/model_info', messages.QOS_LATCHED)
-        self._diagnostics = self.create_publisher(DiagnosticArray, '/diagnostics', 10)
         for kind, name, callback in (
                 (Generate, '~/generate', self._on_generate),
                 (Submit, '~/submit', self._on_submit),
@@ -145,16 +98,12 @@ class MemSpecNode(ResponsiveLifecycleNode):
             result_service_qos_profile=messages.QOS_SERVICE,
             cancel_service_qos_profile=qos_profile_services_default,
             feedback_pub_qos_profile=messages.QOS_TOKENS)
-        self.create_timer(1.0, self._publish_diagnostics, clock=self._steady,
-                          callback_group=group)
-        self._residency_timer = None
-        self._publish_model_info()
 
     async def _on_generate(self, request: Generate.Request,
                            response: Generate.Response) -> Generate.Response:
         future = Future()
-        job, refused = self._enqueue(request.request,
-                                     lambda job: self.resolve(future, job))
+        job, refused = self.desk.enqueue(request.request,
+                                         lambda job: self.resolve(future, job))
         response.request_id = job.id if job else request.request.request_id
         if refused is not None:
             response.status = refused
@@ -165,7 +114,7 @@ class MemSpecNode(ResponsiveLifecycleNode):
         return response
 
     def _on_submit(self, request: Submit.Request, response: Submit.Response) -> Submit.Response:
-        job, refused = self._enqueue(request.request)
+        job, refused = self.desk.enqueue(request.request)
         response.accepted = refused is None
         response.request_id = job.id if job else request.request.request_id
         response.status = refused or messages.status(GenerationStatus.PENDING)
@@ -201,8 +150,8 @@ class MemSpecNode(ResponsiveLifecycleNode):
             with contextlib.suppress(Exception):  # lossy by design: the result is authoritative
                 goal_handle.publish_feedback(GenerateAction.Feedback(chunk=chunk))
 
-        job, refused = self._enqueue(goal_handle.request.request,
-                                     lambda job: self.resolve(future, job), feedback)
+        job, refused = self.desk.enqueue(goal_handle.request.request,
+                                         lambda job: self.resolve(future, job), feedback)
         result = GenerateAction.Result()
         if refused is not None:
             result.request_id, result.status = goal_handle.request.request.request_id, refused
@@ -229,78 +178,6 @@ class MemSpecNode(ResponsiveLifecycleNode):
             self.worker.cancel(job)
         return CancelResponse.ACCEPT
 
-    # --- requests ------------------------------------------------------------------------------
-
-    def _enqueue(self, message: GenerateRequest, on_end: Callable[[Job], None] | None = None,
-                 feedback: Callable[[TokenChunk], None] | None = None):
-        """Check and queue a request: (job, None), or (None, status that says why not)."""
-        worker, runtime = self.worker, self.runtime
-        if not self._accepting or worker is None or runtime is None:
-            return None, self._not_active()
-        try:
-            history = self._sessions.get(message.session_id, []) if message.session_id else []
-            prepared = runtime.prepare(messages.to_request(message, self.parameters, history))
-            job = Job(message.request_id or uuid.uuid4().hex, prepared, message.client_id,
-                      message.priority)
-            job.on_chunk = self._listener(job, message, on_end, feedback)
-            with self._gate:
-                if self._accepting:
-                    worker.submit(job)
-                    return job, None
-            refused = self._not_active()
-        except (InvalidRequestError, QueueFullError) as error:
-            refused = messages.refusal(error)
-        except Exception as error:  # noqa: BLE001 (a request must never end the executor)
-            self.get_logger().error(f'request refused: {type(error).__name__}: {error}')
-            refused = messages.refusal(error)
-        self._requests[messages.STATUS_NAMES[refused.code]] += 1
-        return None, refused
-
-    def _not_active(self) -> GenerationStatus:
-        return messages.status(GenerationStatus.NOT_ACTIVE,
-                               f'the node is {self.state_label}; activate it first')
-
-    def _refuse_requests(self) -> None:
-        with self._gate:
-            self._accepting = False
-
-    def _listener(self, job: Job, message: GenerateRequest, on_end, feedback):
-        """What happens with each chunk of a job, on the worker thread."""
-        period = self.parameters['stream.min_period_sec']
-
-        def publish(chunk: TokenChunk) -> None:
-            self._tokens.publish(chunk)
-            if feedback is not None:
-                feedback(chunk)
-
-        stream = _Stream(publish, job.id, period, self.runtime.controller.clock,
-                         lambda: self.get_clock().now().to_msg())
-
-        def on_chunk(job: Job, chunk) -> None:
-            stream.add(chunk)
-            self._publish_residency_if_changed()
-            if chunk.last:
-                self._finish(job, message)
-                if on_end is not None:
-                    on_end(job)
-
-        return on_chunk
-
-    def _finish(self, job: Job, message: GenerateRequest) -> None:
-        code = messages.job_status(job).code
-        self._requests[messages.STATUS_NAMES[code]] += 1
-        if job.token_ids:  # the figures of one that never began say nothing
-            self._last_stats = job.stats
-        if code in (GenerationStatus.INTERNAL, GenerationStatus.OUT_OF_MEMORY):
-            self.get_logger().error(f'request {job.id} failed: {job.message}')
-        if message.session_id and code in (GenerationStatus.OK, GenerationStatus.LENGTH):
-            turns = self._sessions.setdefault(message.session_id, [])
-            self._sessions[message.session_id] = [
-                *turns, ('user', message.prompt), ('assistant', job.text)]
-            self._sessions.move_to_end(message.session_id)
-            while len(self._sessions) > KEPT_SESSIONS:
-                self._sessions.popitem(last=False)
-
     # --- lifecycle -----------------------------------------------------------------------------
 
     def on_configure(self, state) -> object:
@@ -319,25 +196,25 @@ class MemSpecNode(ResponsiveLifecycleNode):
         return self._transition('shut down', self._release, state, super().on_shutdown)
 
     def on_error(self, state) -> object:
-        reason = self._transition_error
+        reason = self.transition_error
         result = self._transition('recover', self._release, state, super().on_error)
         # Being unconfigured again does not mend what led here.
-        self._transition_error = self._transition_error or reason
+        self.transition_error = self.transition_error or reason
         return result
 
     def _transition(self, name: str, work: Callable[..., object], *arguments) -> object:
         """Run a transition: a MemSpecError is a FAILURE with its reason, a fault an ERROR."""
         try:
             result = work(*arguments)
-            self._transition_error = ''
+            self.transition_error = ''
             return result
         except MemSpecError as error:
             # One line, whatever a parser below has to say.
-            self._transition_error = f'cannot {name}: {" ".join(str(error).split())}'
-            self.get_logger().error(self._transition_error)
+            self.transition_error = f'cannot {name}: {" ".join(str(error).split())}'
+            self.get_logger().error(self.transition_error)
             return FAILURE
         except Exception as error:  # noqa: BLE001 (rclpy would swallow it without a word)
-            self._transition_error = f'cannot {name}: {type(error).__name__}: {error}; see the log'
+            self.transition_error = f'cannot {name}: {type(error).__name__}: {error}; see the log'
             self.get_logger().error(f'cannot {name}:\n{traceback.format_exc()}')
             return ERROR
 
@@ -352,10 +229,7 @@ class MemSpecNode(ResponsiveLifecycleNode):
         self.worker = GenerationWorker(
             self.runtime.controller, lambda: self.parameters['queue.max_size'],
             lambda text: self.get_logger().error(text))
-        self._residency_timer = self.create_timer(
-            self.parameters['residency.period_sec'], self._publish_residency,
-            clock=self._steady, callback_group=self.reentrant_group)
-        self._publish_model_info()
+        self.reports.start(self.parameters['residency.period_sec'])
         return super().on_configure(state)
 
     def _preflight(self) -> RuntimeOptions:
@@ -383,11 +257,12 @@ class MemSpecNode(ResponsiveLifecycleNode):
 
     def _activate(self, state) -> object:
         result = super().on_activate(state)
-        self._accepting = result is SUCCESS
+        if result is SUCCESS:
+            self.desk.open(self.runtime, self.worker)
         return result
 
     def _deactivate(self, state) -> object:
-        self._refuse_requests()
+        self.desk.close()
         # Before the publishers close: every client gets its last chunk.
         if self.worker is not None:
             self.worker.drain()
@@ -397,10 +272,7 @@ class MemSpecNode(ResponsiveLifecycleNode):
 
     def _release(self, state, close_entities: Callable) -> object:
         """Cleanup, shutdown and error alike: drain, end the threads, drop the weights."""
-        self._refuse_requests()
-        if self._residency_timer is not None:
-            self.destroy_timer(self._residency_timer)
-            self._residency_timer = None
+        self.desk.close()
         if self.worker is not None:
             self.worker.close()
             self.worker = None
@@ -409,9 +281,8 @@ class MemSpecNode(ResponsiveLifecycleNode):
             runtime.close()
             del runtime
             give_back()
-        self._sessions.clear()
-        self._residency_shown = None
-        self._publish_model_info()
+        self.desk.forget_sessions()
+        self.reports.stop()
         return close_entities(state)
 
     async def _autostart(self) -> None:
@@ -438,134 +309,15 @@ class MemSpecNode(ResponsiveLifecycleNode):
         if self._stopping.is_set():
             raise StoppedError('the node is being stopped')
 
-    def drain(self) -> None:
-        """On the way out, whatever the state: end requests and threads, free the weights."""
-        self._stopping.set()
-        self.shut_down()
-
-    # --- what is published ---------------------------------------------------------------------
-
     def capacity(self) -> int:
         """K in force: the parameter, or what was derived from the budget for -1."""
         value = self.parameters['cache_capacity']
         return self._affordable_capacity if value < 0 else value
 
-    def _publish_model_info(self) -> None:
-        info = ModelInfo()
-        if self.runtime is not None:
-            info = messages.to_model_info(self.runtime, self.get_clock().now().to_msg())
-        self._model_info.publish(info)
-
-    def _publish_residency_if_changed(self) -> None:
-        """On change, at most 20 times a second (worker thread)."""
-        runtime = self.runtime
-        if runtime is None:
-            return
-        controller = runtime.controller
-        shown = (controller.active, controller.desired, controller.residency.capacity,
-                 tuple((view.id, view.state) for view in controller.residency.view()))
-        if (shown != self._residency_shown
-                and controller.clock() - self._residency_at >= RESIDENCY_MIN_PERIOD_SEC):
-            self._residency_shown = shown
-            self._publish_residency()
-
-    def _publish_residency(self) -> None:
-        runtime = self.runtime
-        controller = runtime.controller if runtime is not None else None
-        if controller is None:
-            return
-        residency, counters = controller.residency, controller.residency.counters
-        self._residency_at = controller.clock()
-        window = self._window(controller)
-        message = Residency(
-            capacity=self.capacity(), used_bytes=residency.used_bytes(),
-            capacity_bytes=self.parameters['memory.budget_mib'] * MIB,
-            drafts=messages.to_draft_residency(
-                residency.view(), {spec.id: spec.kind for spec in runtime.bundle.drafts}),
-            active=controller.active, desired=controller.desired, window_sec=WINDOW_SEC,
-            **{name: getattr(counters, name) for name in (
-                'hits', 'misses', 'evictions', 'prefetches_issued', 'prefetches_used',
-                'prefetches_late', 'prefetches_wasted')}, **window)
-        message.header.stamp = self.get_clock().now().to_msg()
-        self._residency.publish(message)
-
-    def _window(self, controller) -> dict[str, float]:
-        """Windowed figures of Residency.msg; NaN where nothing was measured."""
-        since = controller.clock() - WINDOW_SEC
-        steps = [step for at, step in list(controller.recent_steps) if at >= since]
-        drafted = sum(step.drafted for step in steps)
-        total = sum(step.duration + step.t_predict for step in steps)
-
-        def share(value: float) -> float:
-            return value / total if total else math.nan
-
-        work = [(step.draft == step.desired, step.t_draft + step.t_verify) for step in steps]
-        return {
-            'acceptance_rate': (sum(step.accepted for step in steps) / drafted
-                                if drafted else math.nan),
-            'desired_fraction': share(sum(time for desired, time in work if desired)),
-            'fallback_fraction': share(sum(time for desired, time in work if not desired)),
-            'prediction_fraction': share(sum(step.t_predict for step in steps)),
-            'load_wait_fraction': share(sum(step.t_wait for step in steps)),
-            'catch_up_fraction': share(sum(step.t_catch_up for step in steps)),
-        }
-
-    def _publish_diagnostics(self) -> None:
-        health = self._health()
-        runtime = self.runtime
-        # Read once: a transition on its own thread may close the runtime at any moment.
-        target = runtime.target if runtime is not None else None
-        hardware = 'memspec'
-        if target is not None:
-            hardware = f'{runtime.bundle.target.name} on {target.device}'
-        self._diagnostics.publish(diagnostics.build(
-            health, self.get_fully_qualified_name(), hardware,
-            self.get_clock().now().to_msg()))
-
-    def _health(self) -> diagnostics.Health:
-        value, worker, runtime = self.parameters, self.worker, self.runtime
-        health = diagnostics.Health(
-            state=self.state_label, state_id=self.state_id,
-            transition_error=self._transition_error,
-            stall_limit_sec=value['diagnostics.stall_sec'], queue_max=value['queue.max_size'],
-            queue_warn_fraction=value['diagnostics.queue_warn_fraction'],
-            hit_rate_warn=value['diagnostics.hit_rate_warn'], requests=dict(self._requests),
-            available_bytes=preflight.system_available_bytes(),
-            min_free_bytes=value['memory.min_free_mib'] * MIB)
-        if self._last_stats is not None:
-            health.last_tokens_per_sec = self._last_stats.tokens_per_sec or 0.0
-            health.last_time_to_first_token_sec = self._last_stats.time_to_first_token_sec
-        health.speculation_wanted = value['draft.max_tokens'] > 0
-        if worker is None or runtime is None:
-            return health
-        controller, target = runtime.controller, runtime.target
-        if controller is None or target is None:
-            return health
-        residency, counters = controller.residency, controller.residency.counters
-        views = residency.view()
-        steps = [step for _, step in list(controller.recent_steps)]
-        drafted = sum(step.drafted for step in steps)
-        health.worker_alive, health.running = worker.alive, worker.running is not None
-        health.queue = worker.waiting
-        health.stalled_sec = controller.clock() - worker.last_progress
-        if not runtime.bundle.drafts:
-            health.speculation_off = 'the bundle has no drafts'
-        if steps:
-            health.tokens_per_iteration = sum(step.emitted for step in steps) / len(steps)
-        if drafted:
-            health.acceptance = sum(step.accepted for step in steps) / drafted
-        health.active, health.desired = controller.active, controller.desired
-        health.capacity, health.resident = self.capacity(), len(residency.resident)
-        health.resident_bytes = residency.used_bytes()
-        health.failed = {view.id: view.reason for view in views
-                         if view.state is SlotState.FAILED}
-        health.counters = {name: getattr(counters, name) for name in (
-            'hits', 'misses', 'evictions', 'loads', 'failures')}
-        asked = counters.hits + counters.misses
-        health.hit_rate = counters.hits / asked if asked else None
-        health.target_bytes = target.weight_bytes
-        return health
-
+    def drain(self) -> None:
+        """On the way out, whatever the state: end requests and threads, free the weights."""
+        self._stopping.set()
+        self.shut_down()
 
 class _LiveSettings(Settings):
     """Controller settings that read the node's parameters at every boundary."""
@@ -584,11 +336,6 @@ class _LiveSettings(Settings):
     @property
     def speculate(self) -> bool:
         return self._node.parameters['draft.max_tokens'] > 0
-
-
-def _qos_overrides():
-    from rclpy.qos_overriding_options import QoSOverridingOptions
-    return QoSOverridingOptions.with_default_policies()
 
 
 def main(args: list[str] | None = None) -> int:

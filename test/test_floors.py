@@ -15,8 +15,6 @@ PACKAGE = Path(memspec_ros.__file__).parent
 FLOORS = ('models', 'decoding', 'memory', 'runtime', 'training', 'bench')
 # The command line drives the client and the node: it stands beside them.
 TOP = ('cli',)
-# Finds out whether ROS is there, to say so before a command that needs it.
-ROS_PROBES = (Path('cli/ros_options.py'),)
 FILES = sorted(PACKAGE.rglob('*.py'))
 ROS = {'rclpy', 'launch', 'launch_ros', 'std_msgs', 'diagnostic_msgs', 'lifecycle_msgs',
        'action_msgs', 'rcl_interfaces', 'builtin_interfaces', 'rosidl_runtime_py'}
@@ -56,7 +54,7 @@ def faults_of(path, source):
             elif own < floor_of(parts[1:]) and (parts[1] in (*FLOORS, *TOP)
                                                 or (PACKAGE / f'{parts[1]}.py').exists()):
                 yield f'{name}: a higher floor'
-        elif parts[0] in ROS and len(path.parts) > 1 and path not in ROS_PROBES:
+        elif parts[0] in ROS and len(path.parts) > 1:
             yield f'{name}: ROS below the top floor'
 
 

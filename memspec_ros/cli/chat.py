@@ -21,6 +21,8 @@ def register(commands) -> None:
     parser.add_argument('--system-prompt', default='')
     parser.add_argument('--max-new-tokens', type=int, default=0, metavar='TOKENS',
                         help="per answer (default: the node's parameter)")
+    parser.add_argument('--timeout', type=float, default=20.0, metavar='SEC',
+                        help='how long to wait for the node (default: %(default)g)')
     parser.set_defaults(run=run)
 
 
@@ -32,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
             name = f'memspec_chat_{os.getpid()}'
             node = stack.enter_context(NodeProcess({'bundle': arguments.bundle}, name=name))
         from ..client import MemSpecClient
-        client = stack.enter_context(MemSpecClient(name, timeout=60.0))
+        client = stack.enter_context(MemSpecClient(name, timeout=arguments.timeout))
         if arguments.node is None and not (client.configure() and client.activate()):
             raise NodeProcessError(f'the node could not be brought up:\n{node.log()}')
         if client.state() != 'active':

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 from ..models.errors import MemSpecError
 
 
@@ -12,12 +14,10 @@ class RosMissingError(MemSpecError):
 
 def require_ros() -> None:
     """Raise RosMissingError with the remedy where ROS cannot be imported."""
-    try:
-        import rclpy  # noqa: F401
-
-        import memspec_ros.srv  # noqa: F401
-    except ImportError as error:
+    missing = [name for name in ('rclpy', 'memspec_ros.srv')
+               if importlib.util.find_spec(name) is None]
+    if missing:
         raise RosMissingError(
-            f'this command needs ROS 2 and the built package ({error}); source the workspace '
-            '(install/setup.bash) or use the virtual environment of "make build". '
-            '"memspec generate" works without ROS') from error
+            f'this command needs ROS 2 and the built package, {missing[0]} is not there; source '
+            'the workspace (install/setup.bash) or use the virtual environment of "make build". '
+            '"memspec generate" works without ROS')
