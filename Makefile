@@ -37,8 +37,6 @@ venv_path := $(abspath $(VENV))
 export AMENT_PREFIX_PATH ?= $(venv_path)
 export ROS_AUTOMATIC_DISCOVERY_RANGE ?= LOCALHOST
 export ROS_LOG_DIR ?= $(venv_path)/ros_log
-# Spinning OpenMP threads slow each other down, tenfold and more, when a core is busy.
-export OMP_WAIT_POLICY ?= PASSIVE
 export MEMSPEC_CACHE PROMPT ROS_DISTRO_WHEELS
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 

@@ -226,7 +226,9 @@ def test_missing_tensors_are_named(target):
         Llama.from_state(config, {}, torch.float32, CPU)
 
 
-def test_attention_equals_the_reference_kernel():
+@pytest.mark.parametrize('grouped_kernel', [True, False])
+def test_attention_equals_the_reference_kernel(monkeypatch, grouped_kernel):
+    monkeypatch.setattr('memspec_ros.models.llama._GROUPED_KERNEL', grouped_kernel)
     torch.manual_seed(0)
     for new, seen in ((1, 9), (4, 9), (9, 9)):
         query, key, value = (torch.randn(2, n, h, 8) for n, h in ((new, 6), (seen, 2), (seen, 2)))

@@ -14,10 +14,13 @@ from dataclasses import dataclass, field
 
 from .stats import StepRecord
 
-# Each observation counts this much less with each later one: acceptance drifts
-# within an answer, and times with the machine's load.
+# Each observation counts this much less with each later one: within an answer acceptance drifts,
+# and times with the machine's load; what holds from answer to answer is learned more slowly.
 _MEMORY = 0.96
-_PROBE_EVERY = 24
+_LONG_MEMORY = 0.995
+# What earlier answers taught counts as so many observations of this one.
+_EARLIER_WEIGHT = 8.0
+_PROBE_EVERY = 16
 # A clock too coarse to see a step must not become a division by zero.
 _LEAST_SEC = 1e-9
 # Verifying a further row costs this share of a one-row step until it has been
@@ -34,10 +37,11 @@ class _Mean:
 
     total: float = 0.0
     weight: float = 0.0
+    memory: float = _MEMORY
 
     def add(self, value: float) -> None:
-        self.total = self.total * _MEMORY + value
-        self.weight = self.weight * _MEMORY + 1.0
+        self.total = self.total * self.memory + value
+        self.weight = self.weight * self.memory + 1.0
 
     def value(self, prior: float, prior_weight: float = 0.0) -> float:
         weight = self.weight + prior_weight
@@ -46,7 +50,9 @@ class _Mean:
 
 @dataclass
 class _DraftFigures:
+    # Acceptance at each depth, given that the depth was reached: in all answers, and in this one.
     by_depth: list[_Mean] = field(default_factory=list)
+    now: list[_Mean] = field(default_factory=list)
     step_cost: _Mean = field(default_factory=_Mean)
     idle: int = 0
 
@@ -88,15 +94,24 @@ class DraftLength:
         return self._shape[nearest] * ((1 + _ROW_COST_PRIOR * (rows - 1))
                                        / (1 + _ROW_COST_PRIOR * (nearest - 1)))
 
+    def begin(self) -> None:
+        """
+        A new answer: what the last one was like says little of it.
+
+        Without this, a draft that an unlucky prompt had brought to zero would stay
+        there, unheard, for the prompts it is good at.
+        """
+        for figures in self._drafts.values():
+            figures.now = []
+
     def expected_tokens(self, draft: str, gamma: int) -> float:
         """E(gamma) of ``draft``."""
         figures = self._drafts.get(draft, _DraftFigures())
-        expected, reach = 1.0, 1.0
+        expected, reach, earlier = 1.0, 1.0, _ACCEPTANCE_PRIOR
         for depth in range(gamma):
-            before = figures.by_depth[depth - 1] if 0 < depth <= len(figures.by_depth) else None
-            prior = before.value(_ACCEPTANCE_PRIOR, _PRIOR_WEIGHT) if before else _ACCEPTANCE_PRIOR
-            mean = figures.by_depth[depth] if depth < len(figures.by_depth) else _Mean()
-            reach *= mean.value(prior, _PRIOR_WEIGHT)
+            # A depth that was hardly seen is believed to be like the one before.
+            earlier = _at(figures.by_depth, depth).value(earlier, _PRIOR_WEIGHT)
+            reach *= _at(figures.now, depth).value(earlier, _EARLIER_WEIGHT)
             expected += reach
         return expected
 
@@ -135,6 +150,14 @@ class DraftLength:
         catch_up = min(step.t_catch_up, step.t_draft / step.drafted)
         figures.step_cost.add((step.t_draft + catch_up) / step.drafted)
         while len(figures.by_depth) < step.drafted:
-            figures.by_depth.append(_Mean())
+            figures.by_depth.append(_Mean(memory=_LONG_MEMORY))
+        while len(figures.now) < step.drafted:
+            figures.now.append(_Mean())
         for depth in range(min(step.accepted + 1, step.drafted)):
-            figures.by_depth[depth].add(1.0 if depth < step.accepted else 0.0)
+            right = 1.0 if depth < step.accepted else 0.0
+            figures.by_depth[depth].add(right)
+            figures.now[depth].add(right)
+
+
+def _at(means: list[_Mean], depth: int) -> _Mean:
+    return means[depth] if depth < len(means) else _Mean()

@@ -26,6 +26,8 @@ from .errors import UnsupportedModelError
 from .packing import linear, pack
 
 SUPPORTED_MODEL_TYPES = ('llama', 'qwen2')
+# Older releases (JetPack 6.0) have no grouped heads in the kernel.
+_GROUPED_KERNEL = tuple(map(int, torch.__version__.split('.')[:2])) >= (2, 5)
 
 
 @dataclass(frozen=True)
@@ -216,21 +218,18 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> 
     Grouped-query attention.
 
     query [B, T, Q, D]; keys, values [B, KV, S, D]; mask additive, broadcastable
-    to [B, KV, Q/KV, T, S], or None (one new position sees everything). Returns
-    [B, T, Q, D]. Heads of a group share one matrix product, so that keys are
-    read once and never expanded.
+    to [B, Q, T, S], or None (one new position sees everything). Returns
+    [B, T, Q, D]. One fused kernel: on few cores, waking threads for each of
+    several small products costs more than the products.
     """
-    batch, new, heads, width = query.shape
-    kv_heads, seen = keys.shape[1], keys.shape[2]
-    group = heads // kv_heads
-    query = query.view(batch, new, kv_heads, group, width).permute(0, 2, 3, 1, 4)
-    query = (query * width ** -0.5).reshape(batch, kv_heads, group * new, width)
-    scores = query @ keys.transpose(-1, -2)
-    if mask is not None:
-        scores = (scores.view(batch, kv_heads, group, new, seen) + mask).view_as(scores)
-    mixed = torch.softmax(scores, -1) @ values
-    mixed = mixed.view(batch, kv_heads, group, new, width)
-    return mixed.permute(0, 3, 1, 2, 4).reshape(batch, new, heads, width)
+    query = query.transpose(1, 2)
+    group = query.shape[1] // keys.shape[1]
+    if _GROUPED_KERNEL:
+        mixed = F.scaled_dot_product_attention(query, keys, values, mask, enable_gqa=group > 1)
+    else:
+        keys, values = (rows.repeat_interleave(group, 1) for rows in (keys, values))
+        mixed = F.scaled_dot_product_attention(query, keys, values, mask)
+    return mixed.transpose(1, 2)
 
 
 def causal_mask(new: int, seen: int, device: torch.device) -> Tensor | None:

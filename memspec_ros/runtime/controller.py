@@ -148,6 +148,7 @@ class Controller:
 
     def _begin(self, turn: _Turn) -> None:
         self.policy.begin(turn.context)
+        self.draft_length.begin()
         self._schedule(turn, first=True)
 
     def _prefill(self, turn: _Turn, cancelled: Callable[[], bool]) -> Finish | None:

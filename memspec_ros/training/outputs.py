@@ -141,13 +141,13 @@ def generate_batch(target: Llama, prompts: list[list[int]], max_new_tokens: int,
 
 
 def _padded_mask(steps: Tensor, end: int, pad: Tensor) -> Tensor:
-    """Additive causal mask [B, 1, 1, T, S] that hides left padding from real positions."""
+    """Additive causal mask [B, 1, T, S] that hides left padding from real positions."""
     seen = torch.arange(end, device=steps.device)
     visible = (seen <= steps[:, None]) & (seen >= pad[:, None, None])
     # A padding row would see nothing and softmax to NaN: let it see itself.
     visible |= seen == steps[:, None]
     mask = torch.zeros(visible.shape, device=steps.device)
-    return mask.masked_fill_(~visible, -torch.inf)[:, None, None]
+    return mask.masked_fill_(~visible, -torch.inf)[:, None]
 
 
 def _cut(output: list[int], stop_ids: frozenset[int], limit: int) -> list[int]:
