@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+import contextlib
 import math
 import time
 import uuid
@@ -24,11 +25,12 @@ from lifecycle_msgs.msg import Transition
 from lifecycle_msgs.srv import ChangeState, GetState
 import rclpy
 from rclpy.context import Context
+from rclpy.exceptions import NameValidationException
 from rclpy.executors import SingleThreadedExecutor
 from rclpy.node import Node
 from rclpy.qos import DurabilityPolicy, QoSProfile, ReliabilityPolicy
 
-from .models.errors import MemSpecError
+from .models.errors import InvalidRequestError, MemSpecError
 from .msg import GenerateRequest, GenerationStatus, ModelInfo, Residency, TokenChunk
 from .srv import Cancel, GetResult, Submit
 
@@ -49,6 +51,34 @@ class RequestRefusedError(MemSpecError):
     def __init__(self, status: GenerationStatus):
         super().__init__(status.message or f'refused with code {status.code}')
         self.status = status
+
+
+def make_request(**fields) -> GenerateRequest:
+    """
+    A GenerateRequest of checked fields.
+
+    Messages do not check what they are given: a misspelt name is ignored, an
+    int in a float field becomes 0. Raises TypeError, and InvalidRequestError for
+    text that is not Unicode.
+    """
+    types = GenerateRequest.get_fields_and_field_types()
+    request = GenerateRequest()
+    if '_check_fields' in GenerateRequest.__slots__:  # Humble always checks
+        request._check_fields = True
+    for name, value in fields.items():
+        if name not in types:
+            raise TypeError(f'a request has no field {name!r}; there are: {", ".join(types)}')
+        if types[name] == 'double' and type(value) is int:
+            value = float(value)
+        try:
+            for text in [value] if isinstance(value, str) else value if name == 'stop' else []:
+                text.encode()
+            setattr(request, name, value)
+        except UnicodeEncodeError as error:
+            raise InvalidRequestError(f'{name} is not valid Unicode text') from error
+        except (AssertionError, AttributeError) as error:
+            raise TypeError(f'{name} is {value!r}, expected {types[name]}') from error
+    return request
 
 
 class MemSpecClient:
@@ -75,6 +105,13 @@ class MemSpecClient:
         self._chunks: dict[str, deque[TokenChunk]] = {}
         self.residency: Residency | None = None
         self.model_info: ModelInfo | None = None
+        try:
+            self._make_entities()
+        except NameValidationException as error:
+            self.close()
+            raise MemSpecUnavailableError(f'{node_name!r} is not the name of a node') from error
+
+    def _make_entities(self) -> None:
         make = self._node.create_client
         self._submit = make(Submit, f'{self.server}/submit')
         self._cancel = make(Cancel, f'{self.server}/cancel')
@@ -102,16 +139,20 @@ class MemSpecClient:
         """
         Queue a prompt; returns its request id.
 
-        ``fields`` are those of GenerateRequest. Raises RequestRefusedError.
+        ``fields`` are those of GenerateRequest. Raises RequestRefusedError, and
+        TypeError for a field that does not exist or has another type.
         """
         request_id = request_id or uuid.uuid4().hex
-        request = GenerateRequest(request_id=request_id, prompt=prompt, **fields)
+        request = make_request(request_id=request_id, prompt=prompt, **fields)
         self._wait_for_stream()
         self._chunks[request_id] = deque()
-        response = self.call(self._submit, Submit.Request(request=request))
-        if not response.accepted:
+        try:
+            response = self.call(self._submit, Submit.Request(request=request))
+            if not response.accepted:
+                raise RequestRefusedError(response.status)
+        except BaseException:
             del self._chunks[request_id]
-            raise RequestRefusedError(response.status)
+            raise
         return request_id
 
     def chunks(self, request_id: str, timeout: float | None = None) -> Iterator[TokenChunk]:
@@ -142,7 +183,9 @@ class MemSpecClient:
                 yield chunk
         finally:
             if not ended:
-                self.cancel(request_id)
+                # Where the node has gone, that is not what the caller needs to hear now.
+                with contextlib.suppress(MemSpecUnavailableError):
+                    self.cancel(request_id)
 
     def generate(self, prompt: str, **fields) -> GetResult.Response:
         """Wait for the whole answer."""

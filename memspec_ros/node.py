@@ -22,7 +22,6 @@ import rclpy
 from rclpy.action import ActionServer, CancelResponse, GoalResponse
 from rclpy.clock import Clock, ClockType
 from rclpy.executors import ExternalShutdownException, SingleThreadedExecutor
-from rclpy.qos import qos_profile_services_default
 from rclpy.qos_overriding_options import QoSOverridingOptions
 from rclpy.signals import SignalHandlerOptions
 from rclpy.task import Future
@@ -96,7 +95,7 @@ class MemSpecNode(ResponsiveLifecycleNode):
             cancel_callback=self._on_action_cancel, result_timeout=ACTION_RESULT_TIMEOUT_SEC,
             goal_service_qos_profile=messages.QOS_SERVICE,
             result_service_qos_profile=messages.QOS_SERVICE,
-            cancel_service_qos_profile=qos_profile_services_default,
+            cancel_service_qos_profile=messages.QOS_SERVICE,
             feedback_pub_qos_profile=messages.QOS_TOKENS)
 
     async def _on_generate(self, request: Generate.Request,

@@ -128,8 +128,9 @@ class RequestDesk:
         return None, refused
 
     def _not_active(self) -> GenerationStatus:
-        return messages.status(GenerationStatus.NOT_ACTIVE,
-                               f'the node is {self._node.state_label}; activate it first')
+        state = self._node.state_label
+        remedy = 'try again when it is active' if state.endswith('ing') else 'activate it first'
+        return messages.status(GenerationStatus.NOT_ACTIVE, f'the node is {state}; {remedy}')
 
     def _listener(self, job: Job, message: GenerateRequest, runtime: Runtime, on_end, feedback):
         """What happens with each chunk of a job, on the worker thread."""

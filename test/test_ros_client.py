@@ -141,3 +141,26 @@ def test_lifecycle_and_what_is_shown(start_node):
         assert client.state() == 'finalized'
         assert not client.shut_down()
     node.ended_cleanly()
+
+
+def test_a_request_is_checked_before_it_is_sent():
+    request = client_module.make_request(prompt='a', timeout_sec=60, stop=['x'], priority=3)
+    assert (request.timeout_sec, list(request.stop), request.priority) == (60.0, ['x'], 3)
+    for wrong in ({'max_tokens': 3}, {'stop': 'END'}, {'max_new_tokens': 2 ** 32 + 3},
+                  {'max_new_tokens': 'a'}, {'prompt': 5}, {'timeout_sec': 'soon'}):
+        with pytest.raises(TypeError, match=next(iter(wrong))):
+            client_module.make_request(**{'prompt': 'a', **wrong})
+    for broken in ({'prompt': 'bad \udcff'}, {'prompt': 'a', 'stop': ['bad \udcff']}):
+        with pytest.raises(client_module.InvalidRequestError, match='Unicode'):
+            client_module.make_request(**broken)
+
+
+def test_a_timeout_given_as_an_integer_is_no_timeout_of_zero(active, client):
+    answer = client.generate('the robot', timeout_sec=60, max_new_tokens=4)
+    assert answer.status.code == Status.LENGTH
+
+
+def test_a_name_that_is_none(ros_environment):
+    for name in ('bad name!', ''):
+        with pytest.raises(client_module.MemSpecUnavailableError, match='not the name'):
+            client_module.MemSpecClient(name)

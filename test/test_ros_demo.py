@@ -19,7 +19,7 @@ pytest_plugins = ['ros_fixtures']
 def memspec(*arguments: str, stdin: str = '') -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, '-m', 'memspec_ros.cli', *arguments], capture_output=True, input=stdin,
-        text=True, timeout=120, env=child_environment())
+        text=True, errors='surrogateescape', timeout=120, env=child_environment())
 
 
 def test_demo(ros_environment, ros_bundle, tmp_path):
@@ -42,8 +42,9 @@ def test_demo_with_a_wrong_bundle(ros_environment, tmp_path):
 
 def test_chat_answers_line_by_line(ros_environment, ros_bundle):
     done = memspec('chat', '--bundle', str(ros_bundle), '--max-new-tokens', '8',
-                   stdin='the robot\n\nand then\n')
-    assert done.returncode == 0, done.stderr + done.stdout
+                   stdin='the robot\n\nbad \udcff\nand then\n')
+    # A line that is no text is refused alone, and the script that sent it learns of it.
+    assert done.returncode == 1 and 'not valid Unicode' in done.stderr
     # Two answers: the empty line between them is none.
     assert done.stdout.count('tokens/s, first token') == 2
     assert 'Traceback' not in done.stderr

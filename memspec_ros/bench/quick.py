@@ -35,12 +35,9 @@ def measure(prompts: Path, options: RuntimeOptions, bundle: str, per_domain: int
     plain), the geometric means, and what was run.
     """
     groups: dict[str, list[str]] = defaultdict(list)
-    try:
-        for domain, prompt in read_prompts(prompts):
-            if len(groups[domain]) < per_domain:
-                groups[domain].append(prompt)
-    except OSError as error:
-        raise InvalidRequestError(f'{prompts}: {error.strerror or error}') from error
+    for domain, prompt in read_prompts(prompts):
+        if len(groups[domain]) < per_domain:
+            groups[domain].append(prompt)
     if not any(groups.values()):
         raise InvalidRequestError(f'{prompts}: no prompts in it')
     runtime = Runtime.open(bundle or None, options)

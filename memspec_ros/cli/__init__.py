@@ -31,13 +31,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
     arguments = build_parser().parse_args(argv)
     try:
-        return arguments.run(arguments) or 0
+        status = arguments.run(arguments) or 0
+        sys.stdout.flush()
+        return status
     except MemSpecError as error:
         print(f'memspec {arguments.command}: {error}', file=sys.stderr)
         return 1
     except BrokenPipeError:
         # The reader has gone; Python would complain once more while flushing at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:  # a full disk, say, under whatever was being written
+        print(f'memspec {arguments.command}: {error}', file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print('interrupted', file=sys.stderr)

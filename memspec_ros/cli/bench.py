@@ -33,8 +33,9 @@ def run_quick(arguments: argparse.Namespace) -> int:
                                       'expected at least 1')
     result = measure(Path(arguments.prompts), runtime_options(arguments), arguments.bundle,
                      arguments.per_domain, arguments.max_new_tokens)
-    if arguments.json:
-        write_json(arguments.json, result)
+    # The table first: a file that cannot be written must not lose minutes of measuring.
     if arguments.json != '-':
         print(format_table(result))
+    if arguments.json:
+        write_json(arguments.json, result)
     return 0

@@ -40,22 +40,24 @@ def run(arguments: argparse.Namespace) -> int:
         if client.state() != 'active':
             raise NodeProcessError(f'{name} is {client.state()}; activate it first')
         client.spin(0.5)
-        _talk(client, arguments)
-    return 0
+        return _talk(client, arguments)
 
 
-def _talk(client, arguments: argparse.Namespace) -> None:
+def _talk(client, arguments: argparse.Namespace) -> int:
+    """Answer line by line; 1 if a request of a script was refused."""
     from ..client import RequestRefusedError
+    from ..models.errors import InvalidRequestError
     from .view import AnswerView, summary
     session = uuid.uuid4().hex
     drafts = [draft.id for draft in client.model_info.drafts] if client.model_info else []
+    status = 0
     if sys.stdin.isatty():
         print('Ctrl-D ends the conversation, Ctrl-C an answer.')
     while True:
         try:
             prompt = input('> ' if sys.stdin.isatty() else '').strip()
         except EOFError:
-            return
+            return 0 if sys.stdin.isatty() else status
         if not prompt:
             continue
         try:
@@ -65,7 +67,8 @@ def _talk(client, arguments: argparse.Namespace) -> None:
                                            max_new_tokens=arguments.max_new_tokens):
                     view.update(chunk, client.residency)
             print(summary(view.stats))
-        except RequestRefusedError as error:
+        except (RequestRefusedError, InvalidRequestError) as error:
             print(f'refused: {error}', file=sys.stderr)
+            status = 1
         except KeyboardInterrupt:
             print('\ncancelled', file=sys.stderr)

@@ -43,21 +43,25 @@ def read_prompts(path: Path) -> Iterator[tuple[str, str]]:
 
     Raises PromptFileError naming the line.
     """
-    with path.open(encoding='utf-8') as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-                prompt, domain = record['prompt'], record['domain']
-            except (ValueError, KeyError, TypeError) as error:
-                raise PromptFileError(
-                    f'{path}, line {number}: expected a JSON object with "prompt" and '
-                    f'"domain" ({type(error).__name__}: {error})') from error
-            if not (isinstance(prompt, str) and isinstance(domain, str)):
-                raise PromptFileError(
-                    f'{path}, line {number}: "prompt" and "domain" must be strings')
-            yield domain, prompt
+    try:
+        # Not splitlines: it also breaks at signs that may stand within a JSON string.
+        lines = path.read_text(encoding='utf-8').split('\n')
+    except (OSError, UnicodeDecodeError) as error:
+        raise PromptFileError(f'{path}: {getattr(error, "strerror", None) or error}') from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+            prompt, domain = record['prompt'], record['domain']
+        except (ValueError, KeyError, TypeError) as error:
+            raise PromptFileError(
+                f'{path}, line {number}: expected a JSON object with "prompt" and '
+                f'"domain" ({type(error).__name__}: {error})') from error
+        if not (isinstance(prompt, str) and isinstance(domain, str)):
+            raise PromptFileError(
+                f'{path}, line {number}: "prompt" and "domain" must be strings')
+        yield domain, prompt
 
 
 def content_key(prompt_ids: list[int]) -> str:
