@@ -193,6 +193,20 @@ def bench(prompts: Path, bundle: str, *more: str) -> int:
     return main(['bench', 'quick', '--prompts', str(prompts), '--bundle', bundle, *SMALL, *more])
 
 
+def test_bench_shows_what_it_measured_where_the_file_cannot_be_written(
+        bundle, prompts, tmp_path, capfd):
+    assert bench(prompts, bundle, '--per-domain', '1', '--max-new-tokens', '4',
+                 '--json', str(tmp_path / 'none' / 'bench.json')) == 1
+    out, err = capfd.readouterr()
+    assert 'gmean' in out and 'none/bench.json' in err
+
+
+def test_bench_with_prompts_that_are_no_text(bundle, tmp_path, capfd):
+    (tmp_path / 'bytes.jsonl').write_bytes(b'\xff\xfe')
+    assert bench(tmp_path / 'bytes.jsonl', bundle) == 1
+    assert 'bytes.jsonl' in capfd.readouterr().err
+
+
 def test_bench_without_its_prompts(bundle, tmp_path, capfd):
     assert bench(tmp_path / 'none.jsonl', bundle) == 1
     assert 'none.jsonl' in capfd.readouterr().err
