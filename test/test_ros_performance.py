@@ -181,4 +181,8 @@ def test_memory_comes_back_after_cleanup(large, record_property):
     print('MiB after each cleanup:', [size >> 20 for size in sizes], 'loaded:', loaded >> 20)
     # Weights, keys and values: what is left is Python with its libraries.
     assert loaded - sizes[-1] > 900 << 20
-    assert sizes[-1] - sizes[1] < 32 << 20
+    # What leaks does so in every round. The allocator keeps a piece more once, in a round that
+    # differs from run to run, and then no more.
+    growth = sorted(after - before for before, after in zip(sizes, sizes[1:]))
+    assert growth[len(growth) // 2] < 1 << 20
+    assert sizes[-1] - sizes[0] < 128 << 20
