@@ -34,14 +34,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = arguments.run(arguments) or 0
         sys.stdout.flush()
         return status
-    except MemSpecError as error:
-        print(f'memspec {arguments.command}: {error}', file=sys.stderr)
-        return 1
     except BrokenPipeError:
         # The reader has gone; Python would complain once more while flushing at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except OSError as error:  # a full disk, say, under whatever was being written
+    # OSError: a full disk, say, under whatever was being written.
+    except (MemSpecError, OSError) as error:
         print(f'memspec {arguments.command}: {error}', file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -39,7 +39,6 @@ class AnswerView:
         self.first_at: float | None = None
         self.last_at: float | None = None
         self.stats = None
-        self._seen: list[str] = []
         self._live: Live | None = None
 
     def __enter__(self) -> AnswerView:

@@ -52,6 +52,9 @@ class _Turn:
     context: RankingContext
     stats: GenerationStats
     output: OutputStream
+    started: float
+    loads_before: int
+    evictions_before: int
     plan: Plan | None = None
     active: str = ''
     previous: str = ''
@@ -105,7 +108,7 @@ class Controller:
                 self._begin(turn)
                 finish = self._prefill(turn, cancelled)
             before = self.clock()
-            turn.stats.prefill_sec = before - self._started
+            turn.stats.prefill_sec = before - turn.started
             while finish is None:
                 finish = self._interruption(request, cancelled)
                 if finish is not None:
@@ -137,14 +140,13 @@ class Controller:
         self.engine.state.hold(0)
 
     def _turn(self, request: PreparedRequest) -> _Turn:
-        self._started = self.clock()
-        self._loads = self.residency.counters.loads
-        self._evictions = self.residency.counters.evictions
+        started, counters = self.clock(), self.residency.counters
         return _Turn(
             request, RankingContext(request.prompt_ids, request.prompt_text),
             GenerationStats(prompt_tokens=len(request.prompt_ids),
-                            queue_sec=self._started - request.accepted_at),
-            OutputStream(self.tokenizer.decode, request.stop))
+                            queue_sec=started - request.accepted_at),
+            OutputStream(self.tokenizer.decode, request.stop),
+            started, counters.loads, counters.evictions)
 
     def _begin(self, turn: _Turn) -> None:
         self.policy.begin(turn.context)
@@ -312,8 +314,8 @@ class Controller:
     def _last(self, turn: _Turn, finish: Finish, message: str, chunk: Chunk) -> Chunk:
         stats, counters = turn.stats, self.residency.counters
         stats.total_sec = self.clock() - turn.request.accepted_at
-        stats.loads = counters.loads - self._loads
-        stats.evictions = counters.evictions - self._evictions
+        stats.loads = counters.loads - turn.loads_before
+        stats.evictions = counters.evictions - turn.evictions_before
         chunk.text += turn.output.finish()
         chunk.last, chunk.finish, chunk.message, chunk.stats = True, finish, message, stats
         return chunk

@@ -134,10 +134,6 @@ class Residency:
         slot = self._slots.get(draft)
         return slot is not None and slot.state is SlotState.READY
 
-    def is_slot_free(self, draft: str) -> bool:
-        """Whether ``draft`` needs no memory slot."""
-        return self._slots[draft].kind.slot_free
-
     def drafter(self, draft: str) -> Drafter | None:
         """The drafter of a READY draft, else None."""
         slot = self._slots.get(draft)
