@@ -29,6 +29,7 @@ from rclpy.exceptions import NameValidationException
 from rclpy.executors import SingleThreadedExecutor
 from rclpy.node import Node
 from rclpy.qos import DurabilityPolicy, QoSProfile, ReliabilityPolicy
+from rclpy.task import Future
 
 from .models.errors import InvalidRequestError, MemSpecError
 from .msg import GenerateRequest, GenerationStatus, ModelInfo, Residency, TokenChunk
@@ -39,6 +40,8 @@ _QOS_LATCHED = QoSProfile(depth=1, reliability=ReliabilityPolicy.RELIABLE,
                           durability=DurabilityPolicy.TRANSIENT_LOCAL)
 # A request that is silent for so long is asked for its result.
 _ASK_AFTER_SEC = 5.0
+# A call that is not answered for so long is sent again.
+_REPEAT_SEC = 3.0
 
 
 class MemSpecUnavailableError(MemSpecError):
@@ -142,13 +145,16 @@ class MemSpecClient:
         ``fields`` are those of GenerateRequest. Raises RequestRefusedError, and
         TypeError for a field that does not exist or has another type.
         """
+        own_id = not request_id
         request_id = request_id or uuid.uuid4().hex
         request = make_request(request_id=request_id, prompt=prompt, **fields)
         self._wait_for_stream()
         self._chunks[request_id] = deque()
         try:
-            response = self.call(self._submit, Submit.Request(request=request))
-            if not response.accepted:
+            response = self.call(self._submit, Submit.Request(request=request), repeat=own_id)
+            # An id that nobody else can have is in use only if it was sent twice, and the
+            # answer to the first was lost.
+            if not response.accepted and not (own_id and self.result(request_id).found):
                 raise RequestRefusedError(response.status)
         except BaseException:
             del self._chunks[request_id]
@@ -239,24 +245,52 @@ class MemSpecClient:
         while (left := deadline - time.monotonic()) > 0:
             self._executor.spin_once(timeout_sec=left)
 
-    def call(self, client, request, timeout: float | None = None):
-        """Call a service of the node and wait; raises MemSpecUnavailableError."""
+    def call(self, client, request, timeout: float | None = None, repeat: bool = True):
+        """
+        Call a service of the node and wait; raises MemSpecUnavailableError.
+
+        A server that has not discovered this client yet drops its answer, and ROS
+        tells neither side. So an unanswered request is sent again, unless
+        ``repeat`` says that doing it twice is something else than doing it once.
+        """
         limit = self.timeout if timeout is None else timeout
         deadline = time.monotonic() + limit
         if not client.wait_for_service(timeout_sec=self.timeout):
             raise MemSpecUnavailableError(
                 f'{client.srv_name} does not answer: is the node running, and in the same '
                 'ROS_DOMAIN_ID?')
-        future = client.call_async(request)
-        self._executor.spin_until_future_complete(future, max(0.0, deadline - time.monotonic()))
-        if not future.done():
-            client.remove_pending_request(future)
-            raise MemSpecUnavailableError(f'{client.srv_name}: no answer within {limit:.0f} s')
-        return future.result()
+        sent: list[Future] = []
+        try:
+            while True:
+                sent.append(client.call_async(request))
+                until = min(deadline, time.monotonic() + _REPEAT_SEC) if repeat else deadline
+                answered = self._first_answer(sent, until)
+                if answered is not None:
+                    return answered.result()
+                if time.monotonic() >= deadline:
+                    raise MemSpecUnavailableError(
+                        f'{client.srv_name}: no answer within {limit:.0f} s')
+        finally:
+            for future in sent:
+                if not future.done():
+                    client.remove_pending_request(future)
+
+    def _first_answer(self, sent: list[Future], until: float) -> Future | None:
+        while True:
+            for future in sent:
+                if future.done():
+                    return future
+            left = until - time.monotonic()
+            if left <= 0:
+                return None
+            self._executor.spin_once(timeout_sec=left)
 
     def _transition(self, transition: int, timeout: float) -> bool:
+        # Asked for a state first, the node has discovered this client; a transition is not
+        # to be sent twice.
+        self.state()
         request = ChangeState.Request(transition=Transition(id=transition))
-        return self.call(self._change_state, request, timeout).success
+        return self.call(self._change_state, request, timeout, repeat=False).success
 
     def _wait_for_stream(self) -> None:
         """Chunks published before the subscription is matched would be lost."""

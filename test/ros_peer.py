@@ -41,6 +41,10 @@ WAIT_SEC = 30.0
 # Output that takes several seconds: long enough to act on a request that is running.
 LONG = 12000
 CONTEXT = 16384
+# A server that has not discovered a client yet drops its answer: these are asked again.
+REPEATABLE = (GetState, GetResult, GetParameters, SetParameters, DescribeParameters,
+              ListParameters)
+REPEAT_SEC = 3.0
 LATCHED = QoSProfile(depth=1, durability=DurabilityPolicy.TRANSIENT_LOCAL)
 DEEP = QoSProfile(depth=5000)
 # Transitions from 'unconfigured' to each state.
@@ -127,7 +131,20 @@ class Peer:
         return self.client(kind, name).call_async(request)
 
     def call(self, kind, name: str, request, timeout: float = WAIT_SEC):
-        return self.result(self.call_async(kind, name, request), f'an answer of {name}', timeout)
+        what = f'an answer of {name}'
+        sent = [self.call_async(kind, name, request)]
+        if kind not in REPEATABLE:
+            return self.result(sent[0], what, timeout)
+        sent_at = time.monotonic()
+
+        def answered():
+            nonlocal sent_at
+            if time.monotonic() - sent_at > REPEAT_SEC:
+                sent_at = time.monotonic()
+                sent.append(self.call_async(kind, name, request))
+            return next((future for future in sent if future.done()), None)
+
+        return self.wait(answered, what, timeout).result()
 
     def result(self, future, what: str = 'an answer', timeout: float = WAIT_SEC):
         self.wait(future.done, what, timeout)

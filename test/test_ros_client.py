@@ -8,6 +8,7 @@ import pytest
 pytest.importorskip('rclpy')
 pytest.importorskip('memspec_ros.srv')
 
+from rclpy.task import Future  # noqa: E402
 from ros_peer import LONG, Status  # noqa: E402
 
 from memspec_ros import client as client_module  # noqa: E402
@@ -123,6 +124,38 @@ def test_lost_last_chunk_is_made_up_for(active, monkeypatch):
     assert chunks[-1].last and chunks[-1].status.code == Status.LENGTH and chunks[-1].stats
     expected = active.generate(PROMPT, max_new_tokens=50)
     assert ''.join(chunk.text for chunk in chunks) == expected.text
+
+
+class AnswersLost:
+    """A service client whose first answers never arrive, as from a server new to the client."""
+
+    def __init__(self, client, lost: int):
+        self._client, self._lost = client, lost
+        self.requests = 0
+
+    def __getattr__(self, name):
+        return getattr(self._client, name)
+
+    def call_async(self, request):
+        self.requests += 1
+        future = self._client.call_async(request)
+        return Future() if self.requests <= self._lost else future
+
+
+def test_lost_answers_are_asked_for_again(active, client, monkeypatch):
+    monkeypatch.setattr(client_module, '_REPEAT_SEC', 0.3)
+    client._get_state = AnswersLost(client._get_state, 2)
+    assert client.state() == 'active' and client._get_state.requests == 3
+    client._submit = AnswersLost(client._submit, 1)
+    answer = client.generate(PROMPT, max_new_tokens=20, **ON)
+    assert client._submit.requests == 2
+    assert answer.status.code == Status.LENGTH and len(answer.token_ids) == 20
+    # An id of the caller's own may be in use by another: nothing is sent twice, and it is said.
+    client.timeout = 1.0
+    client._submit = AnswersLost(client._submit, 1)
+    with pytest.raises(MemSpecUnavailableError, match='submit'):
+        client.submit(PROMPT, request_id='mine', max_new_tokens=5, **ON)
+    assert client._submit.requests == 1
 
 
 def test_lifecycle_and_what_is_shown(start_node):
