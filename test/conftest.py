@@ -198,16 +198,29 @@ def full_bundle(tmp_path_factory, model_dirs, trainable):
     """A bundle with a draft of every kind."""
     import torch
 
-    from memspec_ros.training.distill import save_draft, Top
+    from memspec_ros.training.lessons import TopShape
+    from memspec_ros.training.teacher import write_whole
+    from memspec_ros.training.tops import make_top
     directory = tmp_path_factory.mktemp('bundle')
     maker = BundleMaker(directory, model_dirs / 'target')
-    maker.add_head(list(range(REAL_VOCABULARY)))
-    top = Top(trainable.model, 2, 2)
-    save_draft(directory / 'top.safetensors', top.export(), {'made': 'by a test'})
+    vocabulary = list(range(REAL_VOCABULARY))
+    maker.add_head(vocabulary)
     generator = torch.Generator().manual_seed(1)
-    noise = {name: torch.randn(tensor.shape, generator=generator).to(tensor.dtype) * 0.3
-             for name, tensor in Top(trainable.model, 1, 1).export().items()}
-    save_draft(directory / 'noise.safetensors', noise, {})
+
+    def noise(shape: TopShape, scale: float) -> dict:
+        return {name: torch.randn(tensor.shape, generator=generator).to(tensor.dtype) * scale
+                for name, tensor in make_top(trainable.model, shape, vocabulary).export().items()}
+
+    top = make_top(trainable.model, TopShape('shared_layers', 2, 2), vocabulary)
+    write_whole(directory / 'top.safetensors', top.export(), {'made': 'by a test'})
+    write_whole(directory / 'noise.safetensors', noise(TopShape('shared_layers', 1, 1), 0.3), {})
+    # Its mixer is loud enough to change what the top says, which is still often right.
+    feature = make_top(trainable.model, TopShape('feature', 2, 2, (1, 4)), vocabulary).export()
+    for name, tensor in noise(TopShape('feature', 2, 2, (1, 4)), 0.02).items():
+        feature[name] = tensor + feature[name] if name.startswith('mixer') else feature[name]
+    write_whole(directory / 'feature.safetensors', feature, {})
+    write_whole(directory / 'embedded.safetensors', noise(TopShape('feature', 0, 1, (2,)), 0.3),
+                {})
     for name in ('near', 'far'):
         shutil.copytree(model_dirs / name, directory / name)
     maker.add_draft('near', 'causal_lm', 'near')
@@ -216,5 +229,9 @@ def full_bundle(tmp_path_factory, model_dirs, trainable):
                     options={'depth': 2, 'layers': 2})
     maker.add_draft('noise', 'shared_layers', 'noise.safetensors',
                     options={'depth': 1, 'layers': 1})
+    maker.add_draft('feature', 'feature', 'feature.safetensors',
+                    options={'depth': 2, 'layers': 2, 'features': [1, 4]})
+    maker.add_draft('embedded', 'feature', 'embedded.safetensors',
+                    options={'depth': 0, 'layers': 1, 'features': [2]})
     maker.add_draft('lookup', 'prompt_lookup')
     return maker.write()

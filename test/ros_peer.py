@@ -58,7 +58,8 @@ def make_bundle(directory: Path, **sizes) -> Path:
     import torch
 
     from memspec_ros.models.llama import Llama, LlamaConfig
-    from memspec_ros.training.distill import save_draft, Top
+    from memspec_ros.training.lessons import TopShape
+    from memspec_ros.training.tops import make_top, save_draft
     target_dir = directory / 'target'
     model = build_llama(seed=3, **{'max_position_embeddings': 2 * CONTEXT, **sizes})
     with torch.no_grad():  # as in real models, padding ids are never the best
@@ -73,8 +74,8 @@ def make_bundle(directory: Path, **sizes) -> Path:
     maker.add_head(list(range(REAL_VOCABULARY)))
     # From as good as the target to worse: all of its layers, all but one, all but two.
     for domain, depth in (('general', 3), ('code', 2), ('math', 1)):
-        save_draft(directory / f'{domain}.safetensors', Top(target, depth, 1).export(),
-                   {'made': 'by a test'})
+        top = make_top(target, TopShape('shared_layers', depth, 1), range(REAL_VOCABULARY))
+        save_draft(directory / f'{domain}.safetensors', top, {'made': 'by a test'})
         maker.add_draft(domain, 'shared_layers', f'{domain}.safetensors', domain=domain,
                         options={'depth': depth, 'layers': 1})
     maker.add_draft('lookup', 'prompt_lookup', domain='')

@@ -114,6 +114,11 @@ def test_what_may_be_left_out(tmp_path):
     ({'drafts.0.sha256': ...}, "draft 'general': sha256 is missing"),
     ({'drafts.0.bytes': ...}, "draft 'general': bytes is missing"),
     ({'ranker.kind': ...}, 'ranker: kind is missing'),
+    ({'ranker': {'kind': 'hidden', 'sha256': HASH}}, 'ranker: path is missing'),
+    ({'ranker': {'kind': 'bert', 'path': 'r'}}, 'ranker: sha256 is missing'),
+    ({'ranker': {'kind': 'hidden', 'path': 'r', 'sha256': 'x'}}, 'ranker: sha256 is not 64'),
+    ({'ranker': {'kind': 'hidden', 'path': 'r', 'sha256': HASH, 'words': {}}},
+     "ranker: unknown key 'words'"),
     # wrong types and values
     ({'format': 2}, 'format 2 is not known'),
     ({'format': True}, 'format must be int'),
@@ -180,7 +185,7 @@ def test_a_wrong_path_is_named(tmp_path):
 
 def test_the_manifest_may_be_named_instead_of_its_directory(full_bundle):
     assert load_bundle(full_bundle / 'bundle.yaml').directory == full_bundle
-    assert len(load_bundle(str(full_bundle)).drafts) == 5
+    assert len(load_bundle(str(full_bundle)).drafts) == 7
 
 
 def test_the_default_bundle_is_found_under_an_installed_prefix(tmp_path, monkeypatch):

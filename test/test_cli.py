@@ -96,7 +96,8 @@ def test_info_as_json(bundle, capfd):
     target = info['target']
     assert Path(target['path']).is_dir() and target['licence'] == 'Apache-2.0'
     assert target['bytes'] == (Path(target['path']) / 'model.safetensors').stat().st_size
-    assert [draft['id'] for draft in info['drafts']] == ['near', 'far', 'top', 'noise', 'lookup']
+    assert [draft['id'] for draft in info['drafts']] == [
+        'near', 'far', 'top', 'noise', 'feature', 'embedded', 'lookup']
     for draft in info['drafts']:
         if draft['path'] is None:
             assert draft['kind'] == 'prompt_lookup' and draft['bytes'] == 0

@@ -28,7 +28,8 @@ def run(bundle, work, train, held_out, *more):
     return main(['distill', '--bundle', str(bundle), '--work', str(work), '--prompts', str(train),
                  '--eval-prompts', str(held_out), '--output-tokens', '12', '--vocabulary', '40',
                  '--depth', '2', '--layers', '1', '--epochs', '2', '--domain-epochs', '1',
-                 '--batch', '4', '--threads', '1', '--device', 'cpu', *more])
+                 '--batch', '4', '--threads', '1', '--device', 'cpu',
+                 *(more or ('--kind', 'shared_layers'))])
 
 
 def test_it_makes_a_bundle_that_decodes_as_the_target_does(full_bundle, tmp_path, prompts, capsys):
@@ -77,7 +78,128 @@ def test_a_malformed_line_is_named(full_bundle, tmp_path, prompts, capsys):
     assert 'bad.jsonl, line 2' in capsys.readouterr().err
 
 
-def test_a_domain_draft_needs_the_general_one(full_bundle, tmp_path, prompts, capsys):
+def test_feature_drafts_are_the_default(full_bundle, tmp_path, prompts, capsys):
+    work = tmp_path / 'work'
+    assert run(full_bundle, work, prompts('train.jsonl', 3), prompts('eval.jsonl', 1),
+               '--kind', 'feature') == 0
+    draft = load_bundle(work).draft('code')
+    assert draft.kind == 'feature' and draft.options == {
+        'depth': 2, 'layers': 1, 'features': [1, 2, 4]}
+    said = capsys.readouterr().out
+    assert 'lessons: ' in said and 'GB of disk' in said and 'GB of memory' in said
+    assert 'the next token' in said and '2 tokens ahead' in said
+    runtime = Runtime.open(work, RuntimeOptions(dtype='float32', context=128, max_gamma=3,
+                                                adaptive=False))
+    try:
+        request = runtime.prepare(GenerationRequest('code 9 tells', max_new_tokens=16,
+                                                    ignore_eos=True))
+        assert list(runtime.controller.generate(request))[-1].stats.drafted > 0
+    finally:
+        runtime.close()
+
+
+def test_interrupted_and_resumed_it_makes_the_same_drafts(full_bundle, tmp_path, prompts, capsys,
+                                                          monkeypatch):
+    """Wherever it is stopped: in the outputs, in the lessons, in the base, in a draft."""
+    from memspec_ros.training import distill, outputs, teacher
+    train, held_out = prompts('train.jsonl', 6), prompts('eval.jsonl', 1)
+    more = ('--kind', 'feature', '--checkpoint-steps', '1', '--resume')
+    assert run(full_bundle, tmp_path / 'whole', train, held_out, *more) == 0
+    work = tmp_path / 'work'
+
+    class Stopped(Exception):
+        pass
+
+    def interrupt(owner, name, after, before=False):
+        original, calls = getattr(owner, name), []
+
+        def stopping(*args, **kwargs):
+            calls.append(1)
+            if before and len(calls) == after:
+                raise Stopped
+            result = original(*args, **kwargs)
+            if len(calls) == after:
+                raise Stopped
+            return result
+
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, stopping)
+            with pytest.raises(Stopped):
+                run(full_bundle, work, train, held_out, *more)
+        return len(calls)
+
+    interrupt(outputs.OutputStore, 'append', 1)
+    interrupt(teacher.TeacherStore, '_write', 1, before=True)
+    interrupt(teacher.TeacherStore, '_write', 1)
+    interrupt(distill, 'save_training', 1)  # in the base
+    interrupt(distill, 'save_training', 1)
+    capsys.readouterr()
+    interrupt(distill.Distillation, '_learn', 1, before=True)
+    assert 'base: resumed at step 2' in capsys.readouterr().out
+    assert run(full_bundle, work, train, held_out, *more) == 0
+    assert not list(work.glob('*.state')) and not list(work.glob('**/*.partial'))
+    for name in ('base', 'general', 'code'):
+        whole = load_file(tmp_path / 'whole' / f'{name}.safetensors')
+        resumed = load_file(work / f'{name}.safetensors')
+        assert all(torch.equal(whole[key], tensor) for key, tensor in resumed.items())
+
+
+def test_without_resume_an_interrupted_training_begins_anew(full_bundle, tmp_path, prompts,
+                                                            capsys, monkeypatch):
+    from memspec_ros.training import distill
+    original = distill.save_training
+
+    def stopping(path, state):
+        original(path, state)
+        raise KeyboardInterrupt
+
+    train, held_out = prompts('train.jsonl', 4), prompts('eval.jsonl', 1)
+    more = ('--kind', 'feature', '--checkpoint-steps', '1')
+    with monkeypatch.context() as patch:
+        patch.setattr(distill, 'save_training', stopping)
+        assert run(full_bundle, tmp_path / 'work', train, held_out, *more) != 0
+    assert (tmp_path / 'work' / 'base.state').exists()
+    assert run(full_bundle, tmp_path / 'work', train, held_out, *more) == 0
+    assert 'resumed' not in capsys.readouterr().out
+
+
+def test_drafts_learn_from_as_many_tokens_each(full_bundle, tmp_path, prompts, capsys):
+    work = tmp_path / 'work'
+    assert run(full_bundle, work, prompts('train.jsonl', 8), prompts('eval.jsonl', 1),
+               '--kind', 'feature', '--tokens-per-domain', '36', '--samples', '2') == 0
+    from memspec_ros.models.weights import read_metadata
+    tokens = {name: read_metadata(work / f'{name}.safetensors')['training_tokens']
+              for name in ('base', 'general', 'code')}
+    assert tokens == {'base': '36', 'general': '36', 'code': '36'}
+
+
+def test_a_work_directory_belongs_to_one_target(full_bundle, tmp_path, prompts, capsys):
+    work, train, held_out = tmp_path / 'work', prompts('train.jsonl', 2), prompts('eval.jsonl', 1)
+    assert run(full_bundle, work, train, held_out) == 0
+    named = json.loads((work / 'target.json').read_text())
+    (work / 'target.json').write_text(json.dumps({**named, 'sha256': '0' * 64}))
+    assert run(full_bundle, work, train, held_out) == 1
+    assert 'another target' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(('wrong', 'said'), [
+    (('--kind', 'feature', '--features', '1,9'), 'features are'),
+    (('--kind', 'feature', '--features', 'all'), '--features'),
+    (('--kind', 'shared_layers', '--depth', '0'), 'depth is 0'),
+    (('--kind', 'feature', '--epochs', '0'), '--epochs'),
+    (('--kind', 'feature', '--batch', '0'), '--batch'),
+    (('--kind', 'feature', '--prompt-tokens', '2'), 'no prompt is left'),
+    (('--kind', 'feature', '--domain', 'law'), 'law'),
+])
+def test_what_cannot_be_trained_is_refused(full_bundle, tmp_path, prompts, capsys, wrong, said):
     assert run(full_bundle, tmp_path / 'work', prompts('train.jsonl', 2),
-               prompts('eval.jsonl', 1), '--domain', 'code') == 1
-    assert 'general' in capsys.readouterr().err
+               prompts('eval.jsonl', 1), *wrong) == 1
+    assert said in capsys.readouterr().err
+
+
+def test_fifty_prompts_take_less_than_a_minute(full_bundle, tmp_path, prompts):
+    import time
+    start = time.monotonic()
+    assert run(full_bundle, tmp_path / 'work', prompts('train.jsonl', 25),
+               prompts('eval.jsonl', 2), '--kind', 'feature') == 0
+    assert time.monotonic() - start < 60.0

@@ -14,7 +14,7 @@ from memspec_ros.models.state import DecodeState
 from memspec_ros.models.target_files import locate_target
 from memspec_ros.models.weights import read_tensors
 
-NAMES = ('near', 'far', 'top', 'noise')
+NAMES = ('near', 'far', 'top', 'noise', 'feature', 'embedded')
 
 
 class _Cache:

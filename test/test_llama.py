@@ -99,6 +99,40 @@ def test_logits_equal_those_of_transformers(tmp_path, name, generic):
         assert torch.allclose(logits, expected, atol=1e-4), (logits - expected).abs().max()
 
 
+@pytest.mark.parametrize('chunks', [[40], [13, 1, 1, 5, 20]])
+def test_both_paths_keep_the_hidden_states_before_the_final_norm(model_dirs, reference, chunks):
+    ids = [(7 * i * i + 3 * i + 5) % 128 for i in range(40)]
+    kept = []
+    for generic in (False, True):
+        target = load_target(model_dirs / 'target', torch.float32, CPU, 64, generic)
+        assert target.hidden_before_norm
+        _, state = run(target, ids, chunks)
+        kept.append(state.hidden[4][:40])
+    assert torch.allclose(kept[0], kept[1], atol=1e-4)
+    with torch.inference_mode():
+        logits = reference.lm_head(reference.model.norm(kept[1]))
+    assert torch.allclose(logits, logits_of(reference, ids), atol=1e-4)
+    assert not torch.allclose(kept[1], reference.model.norm(kept[1]), atol=1e-2)
+
+
+@pytest.mark.parametrize('last_only', [False, True])
+def test_a_family_without_lean_path_keeps_them_too(tmp_path, last_only):
+    from transformers import GPT2Config, GPT2LMHeadModel
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(
+        vocab_size=128, n_positions=64, n_embd=32, n_layer=3, n_head=4, initializer_range=0.3))
+    model.eval().save_pretrained(tmp_path)
+    target = load_target(tmp_path, torch.float32, CPU, 64)
+    state, ids = target.new_state(60), list(range(3, 40))
+    target.forward(state, ids, last_only)
+    with torch.inference_mode():
+        logits = model.lm_head(model.transformer.ln_f(state.hidden[3][:len(ids)]))
+    assert torch.allclose(logits, logits_of(model, ids), atol=1e-4)
+    # Nothing stays on the model: it would keep its memory.
+    layers = target._lm.model.transformer.h
+    assert not layers[-1]._forward_hooks
+
+
 @pytest.mark.parametrize('generic', [False, True], ids=['lean', 'generic'])
 def test_a_rollback_leaves_no_trace(model_dirs, reference, generic):
     target = load_target(model_dirs / 'target', torch.float32, CPU, 64, generic)

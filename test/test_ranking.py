@@ -91,8 +91,9 @@ def test_options_of_the_ranker_are_checked(options, message):
 
 
 def test_an_unknown_ranker_is_named():
-    with pytest.raises(BundleError, match="kind 'bert' is not known; there are: domain_words"):
-        make_ranker(RankerSpec('bert'), DRAFTS)
+    with pytest.raises(BundleError, match="kind 'crystal_ball' is not known; there are: bert, "
+                                          'domain_words, hidden'):
+        make_ranker(RankerSpec('crystal_ball'), DRAFTS)
 
 
 def test_tokens_after_the_first_rejected_one_are_not_judged():

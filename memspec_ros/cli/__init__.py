@@ -18,11 +18,11 @@ from ..models.errors import MemSpecError
 
 def build_parser() -> argparse.ArgumentParser:
     """The whole command line."""
-    from . import bench, chat, demo, distill, fetch, generate, info
+    from . import bench, chat, demo, distill, fetch, generate, info, rank, trace
     parser = argparse.ArgumentParser(
         prog='memspec', description='Memory-aware speculative decoding on a robot.')
     commands = parser.add_subparsers(dest='command', required=True, metavar='COMMAND')
-    for module in (demo, chat, generate, info, fetch, bench, distill):
+    for module in (demo, chat, generate, info, fetch, bench, distill, trace, rank):
         module.register(commands)
     return parser
 

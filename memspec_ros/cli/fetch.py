@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``memspec fetch``: get the target's weights and convert them, once."""
+"""``memspec fetch``: get the target's weights and convert them, and the ranker's encoder, once."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ def register(commands) -> None:
     parser = commands.add_parser(
         'fetch', help='download the target of a bundle and convert it, once')
     parser.add_argument('--bundle', default='', metavar='DIR')
+    parser.add_argument('--ranker', action='store_true',
+                        help='also the sentence encoder that rankers of kind bert need, whether '
+                             'or not the bundle has one')
     parser.set_defaults(run=run)
 
 
@@ -17,6 +20,7 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     from ..models.bundle import load_bundle
+    from ..models.encoder import fetch_encoder, NAME, PACKAGE
     from ..models.errors import BundleError
     from ..models.target_files import fetch_target, find_gguf, locate_target
     bundle = load_bundle(arguments.bundle or None)
@@ -33,4 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
             bundle, lambda stage, fraction: bar.update(task, description=stage,
                                                        completed=fraction))
     print(f'{bundle.target.name} is ready in {directory}')
+    if arguments.ranker or bundle.ranker.kind == 'bert':
+        print(f'Fetching {NAME} ({PACKAGE}) …', flush=True)
+        print(f'{NAME} is ready in {fetch_encoder()}')
     return 0

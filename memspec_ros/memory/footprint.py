@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from ..models.bundle import Bundle, DraftSpec
+from ..models.encoder import locate_encoder
 from ..models.errors import BundleError
 from ..models.target import open_checkpoint, read_config
 from ..models.weights import Checkpoint
@@ -34,12 +35,13 @@ class Footprint:
     shared_head: int
     drafts: int
     working: int
+    ranker: int = 0
 
     @property
     def total(self) -> int:
         """Bytes at the peak."""
         return (self.weights + self.kv_cache + self.hidden_states + self.logits
-                + self.shared_head + self.drafts + self.working)
+                + self.shared_head + self.drafts + self.working + self.ranker)
 
 
 def estimate(bundle: Bundle, dtype: torch.dtype, device: torch.device, context: int,
@@ -61,8 +63,8 @@ def estimate(bundle: Bundle, dtype: torch.dtype, device: torch.device, context: 
     head_dim = config.get('head_dim') or hidden // heads
     positions = context + max_gamma + 1
     attention_bytes = 4 if device.type == 'cpu' else dtype.itemsize
-    depths = {spec.options.get('depth') for spec in bundle.drafts
-              if spec.kind == 'shared_layers'} | {layers}
+    depths = {layers}.union(*([spec.options.get('depth', 0), *spec.options.get('features', [])]
+                              for spec in bundle.drafts)) - {0}
     head_ids = bundle.head_token_ids()
     with open_checkpoint(bundle.target_path) as weights:
         elements = weights.elements
@@ -74,7 +76,17 @@ def estimate(bundle: Bundle, dtype: torch.dtype, device: torch.device, context: 
         shared_head=0 if head_ids is None else len(head_ids) * hidden * dtype.itemsize,
         drafts=sum(sorted((draft_bytes(bundle, spec, dtype) for spec in bundle.drafts),
                           reverse=True)[:capacity]),
-        working=_WORKING_BYTES)
+        working=_WORKING_BYTES, ranker=ranker_bytes(bundle))
+
+
+def ranker_bytes(bundle: Bundle) -> int:
+    """Bytes a trained ranker takes in memory, with its encoder if it has one."""
+    if bundle.ranker_file is None:
+        return 0
+    files = [bundle.ranker_file]
+    if bundle.ranker.kind == 'bert':
+        files.append(locate_encoder() / 'model.safetensors')
+    return sum(file.stat().st_size for file in files)
 
 
 def draft_bytes(bundle: Bundle, spec: DraftSpec, dtype: torch.dtype) -> int:

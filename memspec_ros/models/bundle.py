@@ -28,6 +28,7 @@ from .weights import file_sha256, read_metadata, read_tensors
 MANIFEST_NAME = 'bundle.yaml'
 FORMAT = 1
 _KINDS_WITHOUT_FILE = ('prompt_lookup',)
+_RANKERS_WITH_FILE = ('hidden', 'bert')
 _ID = re.compile(r'[a-z0-9][a-z0-9_.-]{0,62}')
 _SHA256 = re.compile(r'[0-9a-f]{64}')
 
@@ -80,10 +81,12 @@ class TargetSpec:
 
 @dataclass(frozen=True)
 class RankerSpec:
-    """Which ranker, and its settings."""
+    """Which ranker, and its settings; trained kinds have a file instead."""
 
     kind: str
     options: Mapping[str, Any] = field(default_factory=dict)
+    path: str | None = None
+    sha256: str | None = None
 
 
 class _Section:
@@ -170,6 +173,11 @@ class Bundle:
         path = self.directory / spec.path
         return path / 'model.safetensors' if spec.kind == 'causal_lm' else path
 
+    @property
+    def ranker_file(self) -> Path | None:
+        """The trained ranker's file; None for rankers without one."""
+        return None if self.ranker.path is None else self.directory / self.ranker.path
+
     @cached_property
     def _head_ids(self) -> list[int] | None:
         if self.head_path is None:
@@ -238,6 +246,7 @@ def load_bundle(path: Path | str | None = None, verify: bool = True) -> Bundle:
     bundle = parse_manifest(raw, directory)
     for spec in bundle.drafts:
         _check_file(bundle, spec, verify)
+    _check_ranker(bundle, verify)
     return bundle
 
 
@@ -268,10 +277,19 @@ def parse_manifest(raw: Any, directory: Path) -> Bundle:
             raise BundleError(f'drafts: id {spec.id!r} is there twice')
         seen.add(spec.id)
     section = _Section(top.take('ranker', dict, {'kind': 'domain_words'}), 'ranker')
-    ranker = RankerSpec(section.text('kind'), section.raw)
+    ranker = _parse_ranker(section)
     top.finish()
     return Bundle(directory, name, description, target, tokenizer, drafts, ranker,
                   head_path, head_sha256)
+
+
+def _parse_ranker(section: _Section) -> RankerSpec:
+    kind = section.text('kind')
+    if kind not in _RANKERS_WITH_FILE:
+        return RankerSpec(kind, section.raw)
+    spec = RankerSpec(kind, path=section.text('path'), sha256=section.sha256('sha256'))
+    section.finish()
+    return spec
 
 
 def _parse_target(section: _Section) -> TargetSpec:
@@ -345,6 +363,17 @@ def _check_file(bundle: Bundle, spec: DraftSpec, verify: bool) -> None:
     if verify and file_sha256(path) != spec.sha256:
         raise BundleError(f'draft {spec.id!r}: {path} does not have the sha256 of the manifest: '
                           'the file is damaged or was replaced')
+
+
+def _check_ranker(bundle: Bundle, verify: bool) -> None:
+    path = bundle.ranker_file
+    if path is None:
+        return
+    if not path.is_file():
+        raise BundleError(f'ranker: {path} does not exist')
+    if verify and file_sha256(path) != bundle.ranker.sha256:
+        raise BundleError(f'ranker: {path} does not have the sha256 of the manifest: the file is '
+                          'damaged or was replaced')
 
 
 def draft_metadata(bundle: Bundle, spec: DraftSpec) -> Mapping[str, str]:

@@ -123,6 +123,20 @@ class DecodeState:
 
 
 @dataclass(frozen=True)
+class TargetRun:
+    """
+    One pass of the target over a prompt and an output that are given (teacher-forced).
+
+    tokens: prompt and output. hidden: depth -> Tensor [len(tokens), H], the
+    target's hidden states after that many layers, for every depth that drafts
+    read and after the last layer (before the final norm).
+    """
+
+    tokens: list[int]
+    hidden: dict[int, Tensor]
+
+
+@dataclass(frozen=True)
 class Proposal:
     """
     Tokens a draft proposes, and the distributions they were drawn from.

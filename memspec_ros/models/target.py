@@ -20,7 +20,7 @@ from torch import Tensor
 from .errors import BundleError, UnsupportedModelError
 from .llama import Llama, LlamaConfig, SUPPORTED_MODEL_TYPES
 from .state import DecodeState, KVCache
-from .transformers_lm import build_skeleton, TransformersLM
+from .transformers_lm import build_skeleton, decoder_layers, TransformersLM
 from .weights import Checkpoint
 
 
@@ -35,9 +35,12 @@ class Target(ABC):
     layers: number of decoder layers
     max_positions: longest context it was made for
     weight_bytes: bytes of its weights in memory
+    hidden_before_norm: whether the last hidden states it keeps are those before
+        the final norm, as they should be
 
     """
 
+    hidden_before_norm = True
     vocab_size: int
     hidden_size: int
     layers: int
@@ -214,4 +217,6 @@ def load_target(path: Path, dtype: torch.dtype, device: torch.device, context: i
     def factory(capacity: int) -> TransformersLM:
         return TransformersLM.attach(skeleton, state, dtype, device, capacity)
 
-    return TransformersTarget(factory, skeleton.config, size, dtype, device)
+    target = TransformersTarget(factory, skeleton.config, size, dtype, device)
+    target.hidden_before_norm = decoder_layers(skeleton) is not None
+    return target

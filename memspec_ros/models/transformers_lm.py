@@ -99,6 +99,14 @@ def build_skeleton(path: Path):
         raise UnsupportedModelError(f'{path}: {error}') from error
 
 
+def decoder_layers(model) -> torch.nn.ModuleList | None:
+    """The model's decoder layers; None where they are not one list of the right length."""
+    count = model.config.num_hidden_layers
+    # Outer modules come first: lists within a layer (experts, say) are not mistaken for it.
+    return next((module for module in model.modules()
+                 if isinstance(module, torch.nn.ModuleList) and len(module) == count), None)
+
+
 class TransformersLM:
     """
     A causal LM with its weights and a rolled-back cache, fed token by token or in blocks.
@@ -116,6 +124,7 @@ class TransformersLM:
         self.cache = _cache_classes()(model.config.num_hidden_layers, capacity)
         names = inspect.signature(model.forward).parameters
         self._cache_argument = 'past_key_values' if 'past_key_values' in names else 'cache'
+        self._layers = decoder_layers(model)
 
     @classmethod
     def attach(cls, skeleton, tensors: Mapping[str, Tensor], dtype: torch.dtype,
@@ -150,15 +159,30 @@ class TransformersLM:
         Run ``tokens`` after the positions held, and hold them too.
 
         Returns logits [T, V] (or [1, V]) in float32 and, where asked for, the
-        last hidden states [T, H].
+        hidden states [T, H] after the last layer, before the final norm (after
+        it in a model whose layers cannot be told).
         """
         start = self.cache.length
         ids = torch.tensor([tokens], device=self.model.device)
         positions = torch.arange(start, start + len(tokens), device=ids.device)[None]
-        result = self.model(
-            input_ids=ids, position_ids=positions, use_cache=True, return_dict=True,
-            output_hidden_states=hidden, **{self._cache_argument: self.cache},
-            **({'logits_to_keep': 1} if last_only else {}))
+        seen, hook = [], None
+        if hidden and self._layers is not None:
+            # transformers gives the last state after the norm only. The hook stays for this call
+            # alone, so that nothing holds on to the states, or to the model once it is let go of.
+            hook = self._layers[-1].register_forward_hook(
+                lambda module, inputs, output: seen.append(output))
+        try:
+            result = self.model(
+                input_ids=ids, position_ids=positions, use_cache=True, return_dict=True,
+                output_hidden_states=hidden and hook is None,
+                **{self._cache_argument: self.cache},
+                **({'logits_to_keep': 1} if last_only else {}))
+        finally:
+            if hook is not None:
+                hook.remove()
         self.cache.length = start + len(tokens)
-        states = result.hidden_states[-1][0] if hidden else None
+        states = None
+        if hidden:
+            states = seen[-1] if seen else result.hidden_states[-1]
+            states = (states[0] if isinstance(states, tuple) else states)[0]
         return result.logits[0].float(), states

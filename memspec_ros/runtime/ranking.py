@@ -13,12 +13,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 import re
+from typing import Any
 
 from torch import Tensor
 
 from ..decoding.stats import StepRecord
-from ..models.bundle import DraftSpec, RankerSpec
+from ..models.bundle import Bundle, DraftSpec, RankerSpec
 from ..models.errors import BundleError
+from ..models.target import Target
+
+# Acceptance of a draft of which nothing is known.
+UNKNOWN_ACCEPTANCE = 0.3
 
 
 @dataclass
@@ -82,11 +87,10 @@ class DomainWordsRanker(Ranker):
     """
 
     PRIOR_WEIGHT = 12.0
-    _UNKNOWN = 0.3
     _RECENT_WEIGHT = 1.5
     _DEFAULT_HITS = 1.0
 
-    def __init__(self, drafts: Sequence[DraftSpec], options: Mapping):
+    def __init__(self, drafts: Sequence[DraftSpec], options: Mapping[str, Any]):
         words = options.get('words', {})
         if not isinstance(words, dict) or not all(
                 isinstance(group, list) and all(isinstance(w, str) for w in group)
@@ -128,7 +132,7 @@ class DomainWordsRanker(Ranker):
             return spec.acceptance[domain]
         if spec.acceptance:
             return min(spec.acceptance.values())
-        return self._UNKNOWN + (0.1 if spec.domain == domain else 0.0)
+        return UNKNOWN_ACCEPTANCE + (0.1 if spec.domain == domain else 0.0)
 
     def _hits(self, text: str) -> dict[str, float]:
         counts: dict[str, float] = {}
@@ -138,12 +142,21 @@ class DomainWordsRanker(Ranker):
         return counts
 
 
-RANKERS = {'domain_words': DomainWordsRanker}
+RANKERS = ('bert', 'domain_words', 'hidden')
 
 
-def make_ranker(spec: RankerSpec, drafts: Sequence[DraftSpec]) -> Ranker:
-    """The ranker a bundle asks for."""
+def make_ranker(spec: RankerSpec, drafts: Sequence[DraftSpec], bundle: Bundle | None = None,
+                target: Target | None = None) -> Ranker:
+    """
+    The ranker a bundle asks for; the trained kinds need the bundle and its target.
+
+    Raises BundleError, also for a trained head that does not belong to them.
+    """
     if spec.kind not in RANKERS:
         raise BundleError(f'ranker: kind {spec.kind!r} is not known; there are: '
-                          f'{", ".join(sorted(RANKERS))}')
-    return RANKERS[spec.kind](drafts, spec.options)
+                          f'{", ".join(RANKERS)}')
+    if spec.kind == 'domain_words':
+        return DomainWordsRanker(drafts, spec.options)
+    # Here, since trained rankers are built from what this file defines.
+    from .trained_ranking import open_ranker
+    return open_ranker(bundle, target, drafts)

@@ -144,7 +144,10 @@ class Runtime:
             store = FileStore({spec.id: (bundle.weight_file(spec), spec.sha256)
                                for spec in bundle.drafts if spec.path})
         drafts = [spec for spec in bundle.drafts if spec.id in kinds]
-        policy = make_policy(options.policy, drafts, make_ranker(bundle.ranker, drafts))
+        if bundle.ranker_file is not None:
+            tell('loading the ranker', 0.85)
+        ranker = make_ranker(bundle.ranker, drafts, bundle, target)
+        policy = make_policy(options.policy, drafts, ranker)
         draft_length = DraftLength(options.max_gamma, options.adaptive)
         loader = ThreadLoader(store)
         residency = Residency(kinds, loader, options.settings.cache_capacity, clock,
@@ -154,7 +157,7 @@ class Runtime:
         runtime = cls(bundle, options, target, tokenizer, loader, controller)
         try:
             tell('warming up', 0.9)
-            runtime._warm_up()
+            runtime.warm_up()
             tell('ready', 1.0)
         except BaseException:
             runtime.close()
@@ -175,7 +178,7 @@ class Runtime:
         self._loader.close()
         self.controller = self.target = None
 
-    def _warm_up(self) -> None:
+    def warm_up(self) -> None:
         """Set the kernels up, and measure what each verify size costs beside the others."""
         engine, draft_length = self.controller.engine, self.controller.draft_length
         engine.state.restart([0] * 8)

@@ -14,15 +14,21 @@ from ..models.bundle import Bundle, FORMAT, MANIFEST_NAME
 from ..models.weights import file_sha256
 
 
-def shared_layers_entry(path: Path, domain: str, options: Mapping[str, int],
-                        acceptance: Mapping[str, float], licence: str,
-                        provenance: str) -> dict[str, Any]:
-    """Manifest entry of a shared_layers draft file; its id is the file's stem."""
-    return {'id': path.stem, 'kind': 'shared_layers', 'domain': domain, 'path': path.name,
-            'sha256': file_sha256(path), 'bytes': path.stat().st_size, 'licence': licence,
+def draft_entry(path: Path, kind: str, domain: str, options: Mapping[str, Any],
+                acceptance: Mapping[str, float], licence: str,
+                provenance: str) -> dict[str, Any]:
+    """
+    Manifest entry of a draft; its id is the stem of ``path``.
+
+    ``path``: its weight file, or for kinds that need more than weights the
+    directory with ``model.safetensors``.
+    """
+    weights = path / 'model.safetensors' if path.is_dir() else path
+    return {'id': path.stem, 'kind': kind, 'domain': domain, 'path': path.name,
+            'sha256': file_sha256(weights), 'bytes': weights.stat().st_size, 'licence': licence,
             'provenance': provenance,
             'acceptance': {name: round(value, 3) for name, value in acceptance.items()},
-            'options': dict(options)}
+            **({'options': dict(options)} if options else {})}
 
 
 def write_bundle(directory: Path, source: Bundle, head: Path,
@@ -40,7 +46,9 @@ def write_bundle(directory: Path, source: Bundle, head: Path,
         'drafts': [*map(dict, drafts),
                    {'id': 'lookup', 'kind': 'prompt_lookup', 'licence': 'Apache-2.0',
                     'provenance': 'no weights: n-grams of the text itself'}],
-        'ranker': {'kind': source.ranker.kind, **source.ranker.options},
+        # A trained head ranks the drafts it was trained with, not these.
+        'ranker': ({'kind': 'domain_words'} if source.ranker.path is not None else
+                   {'kind': source.ranker.kind, **source.ranker.options}),
     }
     if source.tokenizer is not None:
         manifest['tokenizer'] = {'path': str((source.directory / source.tokenizer).resolve())}

@@ -1,219 +1,169 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-Distilling shared-layer drafts from the target's own outputs.
+Distilling drafts from lessons: the target's distribution at every position of its outputs.
 
-The lower layers are the target's and frozen, so their hidden states are
-computed once per sequence. The top starts as a copy of the target's layers that
-follow (they are used to what the shared ones put out, which the last ones are
-not: measured, 0.27 against 0.23 agreement after one epoch), its final norm as
-the target's; the head is the target's, restricted to a trimmed vocabulary. What
-is learned is to say, from a lower layer, what the target says next.
+The lower layers are the target's and frozen, and so is the head, restricted to
+a trimmed vocabulary: hidden states and distributions come from ``teacher``, and
+only the top is run. What is learned is to say, from a lower layer (and what the
+target thought one token before), what the target says next. A ``feature`` draft
+is trained several steps ahead on its own outputs, as it will have to draft.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+import json
 import math
 from pathlib import Path
-import time
 
-from safetensors.torch import save_file
 import torch
 from torch import Tensor
-import torch.nn.functional as F
 
-from ..models.llama import causal_mask, LayerWeights, Llama, run_layer_uncached
-from .outputs import OutputRecord
-
-_IGNORED = -100
+from ..models.errors import MemSpecError
+from ..models.llama import Llama
+from .lessons import Lessons
+from .tops import make_top, Top
 
 
 @dataclass(frozen=True)
 class DistillOptions:
     """
-    depth: target layers reused (L). layers: own ones. epochs over the data.
-    batch: sequences a step. learning_rate: peak, warmed up and then annealed to
-    a tenth. seed: of the order of sequences.
+    epochs over the data; batch: sequences a step. learning_rate: peak, warmed up
+    and then annealed to a tenth. ahead: steps drafted in training (feature
+    drafts). prompt_share: share of the prompt's positions learned from, beside
+    all of the output's. checkpoint_steps: every how many steps the training is
+    saved. seed: of the order of sequences.
     """
 
-    depth: int = 2
-    layers: int = 1
     epochs: float = 3.0
     batch: int = 16
-    learning_rate: float = 6e-4
-    weight_decay: float = 0.01
+    learning_rate: float = 2e-3
+    weight_decay: float = 0.05
+    ahead: int = 2
+    prompt_share: float = 0.25
+    checkpoint_steps: int = 50
     seed: int = 0
 
 
-def choose_vocabulary(records: Iterable[OutputRecord], size: int,
-                      always: Iterable[int] = ()) -> list[int]:
-    """The ``size`` most frequent output tokens, ``always`` included, in ascending order."""
-    counts = Counter(token for record in records for token in record.output_ids)
-    chosen = set(always)
-    for token, _ in counts.most_common():
-        if len(chosen) >= size:
-            break
-        chosen.add(token)
-    return sorted(chosen)
-
-
-def coverage(records: Iterable[OutputRecord], vocabulary: Sequence[int]) -> float:
-    """Share of output tokens that the trimmed vocabulary can express."""
-    known = set(vocabulary)
-    hits = total = 0
-    for record in records:
-        total += len(record.output_ids)
-        hits += sum(token in known for token in record.output_ids)
-    return hits / max(total, 1)
-
-
-class Top(torch.nn.Module):
-    """The trainable top: own layers and norm, float32, initialised from layer ``depth`` on."""
-
-    def __init__(self, target: Llama, depth: int, layers: int):
-        super().__init__()
-        self.config = target.config
-        self.rope = target.rope
-        self.norm = torch.nn.Parameter(target.norm.float().clone())
-        self.parts = torch.nn.ModuleList()
-        for weights in target.layers[depth:depth + layers]:
-            self.parts.append(torch.nn.ParameterDict(
-                {name: torch.nn.Parameter(tensor.float().clone())
-                 for name, tensor in weights.tensors().items()}))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Hidden states after the shared layers [B, T, H] -> normed top states [B, T, H]."""
-        rope = self.rope.at(0, hidden.shape[1])
-        mask = causal_mask(hidden.shape[1], hidden.shape[1], hidden.device)
-        x = hidden.float()
-        for part in self.parts:
-            x = run_layer_uncached(self.config, self._weights(part), x, rope, mask)
-        return F.rms_norm(x, x.shape[-1:], self.norm, self.config.norm_eps)
-
-    @staticmethod
-    def _weights(part: torch.nn.ParameterDict) -> LayerWeights:
-        names = {f.name for f in fields(LayerWeights)}
-        return LayerWeights(**{name: part[name] if name in part else None for name in names})
-
-    def export(self) -> dict[str, Tensor]:
-        """Tensors as a ``shared_layers`` draft file holds them, bfloat16."""
-        state = {'norm': self.norm}
-        for index, part in enumerate(self.parts):
-            state.update({f'layers.{index}.{name}': tensor for name, tensor in part.items()})
-        return {name: tensor.detach().to(torch.bfloat16).contiguous()
-                for name, tensor in state.items()}
-
-    def load(self, state: dict[str, Tensor]) -> None:
-        """Continue from an exported draft (a general one into a domain)."""
-        with torch.no_grad():
-            self.norm.copy_(state['norm'])
-            for index, part in enumerate(self.parts):
-                for name, tensor in part.items():
-                    tensor.copy_(state[f'layers.{index}.{name}'])
-
-
-class Examples:
-    """Sequences with their shared-layer hidden states (bfloat16, computed once) and labels."""
-
-    def __init__(self, target: Llama, records: Sequence[OutputRecord], depth: int,
-                 vocabulary: Sequence[int]):
-        self.records = list(records)
-        index = torch.full((target.config.vocab_size,), _IGNORED)
-        index[torch.tensor(vocabulary)] = torch.arange(len(vocabulary))
-        self._index = index
-        self._hidden = [self._lower(target, record, depth) for record in self.records]
-
-    @staticmethod
-    @torch.no_grad()
-    def _lower(target: Llama, record: OutputRecord, depth: int) -> Tensor:
-        tokens = torch.tensor([record.prompt_ids + record.output_ids[:-1]], device=target.device)
-        x = target.embed(tokens)
-        rope, mask = target.rope.at(0, x.shape[1]), causal_mask(x.shape[1], x.shape[1], x.device)
-        for weights in target.layers[:depth]:
-            x = run_layer_uncached(target.config, weights, x, rope, mask)
-        return x[0].to(torch.bfloat16)
-
-    @property
-    def output_tokens(self) -> int:
-        """Tokens there are to learn from."""
-        return sum(len(record.output_ids) for record in self.records)
-
-    def batch(self, rows: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """Hidden states [B, T, H], and flat positions and tokens of the outputs in them."""
-        longest = max(self._hidden[row].shape[0] for row in rows)
-        width = self._hidden[rows[0]].shape[1]
-        hidden = torch.zeros(len(rows), longest, width, dtype=torch.bfloat16)
-        positions, tokens = [], []
-        for place, row in enumerate(rows):
-            states, record = self._hidden[row], self.records[row]
-            hidden[place, :states.shape[0]] = states
-            first = place * longest + len(record.prompt_ids) - 1
-            positions.append(torch.arange(first, first + len(record.output_ids)))
-            tokens.append(torch.tensor(record.output_ids))
-        return hidden, torch.cat(positions), torch.cat(tokens)
-
-    def labels(self, tokens: Tensor) -> Tensor:
-        """Places of tokens in the trimmed vocabulary; ignored where they are not in it."""
-        return self._index[tokens]
-
-    def orders(self, batch: int, generator: torch.Generator) -> list[list[int]]:
-        """Row groups of one epoch: shuffled, sequences of like length together."""
-        jitter = torch.rand(len(self.records), generator=generator) * 64
-        order = sorted(range(len(self.records)),
-                       key=lambda row: self._hidden[row].shape[0] + float(jitter[row]))
-        groups = [order[i:i + batch] for i in range(0, len(order), batch)]
-        return [groups[i] for i in torch.randperm(len(groups), generator=generator)]
-
-
-def distill(target: Llama, examples: Examples, vocabulary: Sequence[int],
-            options: DistillOptions, start: dict[str, Tensor] | None = None,
-            report: Callable[[int, int, float, float], None] | None = None,
-            checkpoint: Callable[[Top, int], None] | None = None) -> Top:
+def distribution_loss(logits: Tensor, labels: Tensor, probabilities: Tensor) -> Tensor:
     """
-    Train a top on ``examples``; deterministic for a seed and a thread count.
+    Cross-entropy [N] of logits [N, V] against a distribution over few of the V labels.
 
-    ``report(step, steps, loss, agreement)`` is told of the training loss and
-    the share of output tokens whose prediction was right. ``checkpoint(top,
-    step)`` is called after every epoch.
+    labels [N, top], -1 for what cannot be expressed; what such tokens weigh is
+    left out, so that a position whose likely tokens are all missing teaches nothing.
     """
-    generator = torch.Generator().manual_seed(options.seed)
-    top = Top(target, options.depth, options.layers).to(target.device)
-    if start is not None:
-        top.load(start)
-    head = target.head[torch.tensor(vocabulary)].to(torch.bfloat16)
-    decay = [p for p in top.parameters() if p.dim() > 1]
-    rest = [p for p in top.parameters() if p.dim() <= 1]
-    optimiser = torch.optim.AdamW(
-        [{'params': decay, 'weight_decay': options.weight_decay},
-         {'params': rest, 'weight_decay': 0.0}], lr=options.learning_rate, betas=(0.9, 0.98))
-    per_epoch = math.ceil(len(examples.records) / options.batch)
-    steps = max(1, round(per_epoch * options.epochs))
-    step = 0
-    while step < steps:
-        for rows in examples.orders(options.batch, generator):
-            for group in optimiser.param_groups:
-                group['lr'] = options.learning_rate * _schedule(step, steps)
-            hidden, positions, tokens = examples.batch(rows)
-            labels = examples.labels(tokens).to(target.device)
-            with torch.autocast(target.device.type, torch.bfloat16):
-                states = top(hidden.to(target.device))
-                logits = F.linear(states.flatten(0, 1)[positions.to(target.device)], head).float()
-            loss = F.cross_entropy(logits, labels, ignore_index=_IGNORED)
-            optimiser.zero_grad(set_to_none=True)
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(top.parameters(), 1.0)
-            optimiser.step()
-            step += 1
+    known = labels >= 0
+    probabilities = probabilities * known
+    chosen = logits.gather(1, labels.clamp(min=0))
+    return (probabilities.sum(1) * logits.logsumexp(1)) - (probabilities * chosen).sum(1)
+
+
+class Distillation:
+    """
+    One training run: deterministic for a seed, a thread count and a device.
+
+    ``state`` and ``resume`` carry it over an interruption, to the same result.
+    """
+
+    def __init__(self, target: Llama, lessons: Lessons, vocabulary: Sequence[int],
+                 options: DistillOptions, start: Mapping[str, Tensor] | None = None):
+        self.lessons = lessons
+        self.options = options
+        self.device = target.device
+        self.top = make_top(target, lessons.shape, vocabulary)
+        if start is not None:
+            self.top.load(start)
+        self._vocabulary = len(vocabulary)
+        parameters = list(self.top.parameters())
+        self._optimiser = torch.optim.AdamW(
+            [{'params': [p for p in parameters if p.dim() > 1],
+              'weight_decay': options.weight_decay},
+             {'params': [p for p in parameters if p.dim() <= 1], 'weight_decay': 0.0}],
+            lr=options.learning_rate, betas=(0.9, 0.98))
+        per_epoch = math.ceil(len(lessons.lessons) / options.batch)
+        self.steps = max(1, round(per_epoch * options.epochs))
+        self.step = 0
+
+    def run(self, report: Callable[[int, int, float, float], None] | None = None,
+            checkpoint: Callable[[Distillation], None] | None = None) -> Top:
+        """
+        Train to the end.
+
+        ``report(step, steps, loss, agreement)`` gets the loss of a step and the
+        share of output positions at which it was right. ``checkpoint`` is called
+        every ``checkpoint_steps`` steps.
+        """
+        for rows in self._rows_to_come():
+            loss, right = self._learn(rows)
+            self.step += 1
             if report:
-                report(step, steps, loss.item(),
-                       (logits.argmax(-1) == labels).float().mean().item())
-            if step >= steps:
-                break
-        if checkpoint:
-            checkpoint(top, step)
-    return top
+                report(self.step, self.steps, loss, right)
+            if checkpoint and self.step % self.options.checkpoint_steps == 0:
+                checkpoint(self)
+        return self.top
+
+    def state(self) -> dict:
+        """All that ``resume`` needs."""
+        return {'step': self.step, 'top': self.top.state_dict(),
+                'optimiser': self._optimiser.state_dict(), 'about': self._about()}
+
+    def resume(self, state: Mapping) -> None:
+        """Go on where ``state`` was; MemSpecError where it is of another run."""
+        if state.get('about') != self._about():
+            raise MemSpecError('the checkpoint belongs to another run (other data, vocabulary, '
+                               'shape or options): delete it to begin anew')
+        self.top.load_state_dict(state['top'])
+        self._optimiser.load_state_dict(state['optimiser'])
+        self.step = state['step']
+
+    def _about(self) -> dict:
+        return json.loads(json.dumps({
+            'shape': asdict(self.lessons.shape), 'options': asdict(self.options),
+            'vocabulary': self._vocabulary, 'lessons': len(self.lessons.lessons),
+            'tokens': self.lessons.output_tokens}))
+
+    def _rows_to_come(self) -> Iterable[list[int]]:
+        """The groups of rows still to be learned from: the order depends on the seed alone."""
+        generator = torch.Generator().manual_seed(self.options.seed)
+        place = 0
+        while place < self.steps:
+            for rows in self.lessons.orders(self.options.batch, generator):
+                if self.step <= place < self.steps:
+                    yield rows
+                place += 1
+
+    def _learn(self, rows: Sequence[int]) -> tuple[float, float]:
+        options, generator = self.options, torch.Generator()
+        generator.manual_seed(options.seed * 1_000_003 + self.step)
+        rate = options.learning_rate * _schedule(self.step, self.steps)
+        for group in self._optimiser.param_groups:
+            group['lr'] = rate
+        batch = self.lessons.batch(rows, self.device)
+        drawn = torch.rand(len(batch.place), generator=generator).to(self.device)
+        loss, right = torch.zeros((), device=self.device), 0.0
+        with torch.autocast(self.device.type, torch.bfloat16):
+            steps = self.top.steps(batch, options.ahead)
+            for ahead, states in enumerate(steps):
+                # Further ahead counts less (it is reached less often), and is sampled.
+                kept = (batch.in_output & (drawn < 0.5 ** ahead)) | (
+                    ~batch.in_output & (drawn < options.prompt_share * 0.5 ** ahead))
+                kept &= batch.row >= ahead
+                logits = self.top.training_logits(
+                    states.flatten(0, 1)[batch.place[kept]], generator).float()
+                losses = distribution_loss(logits, batch.labels[kept],
+                                           batch.probabilities[kept])
+                loss = loss + losses.mean() * 0.6 ** ahead
+                if ahead == 0:
+                    said = logits[:, :self._vocabulary].argmax(-1)
+                    found = (said == batch.labels[kept][:, 0])[batch.in_output[kept]]
+                    right, first_loss = float(found.float().mean()), float(losses.detach().mean())
+        self._optimiser.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.top.parameters(), 1.0)
+        self._optimiser.step()
+        return first_loss, right
 
 
 def _schedule(step: int, steps: int) -> float:
@@ -225,48 +175,57 @@ def _schedule(step: int, steps: int) -> float:
 
 
 @torch.no_grad()
-def agreement(target: Llama, top: Top, examples: Examples, vocabulary: Sequence[int],
-              batch: int = 16) -> dict[str, float]:
-    """Share of the target's output tokens that the draft predicts, by domain (teacher-forced)."""
-    head = target.head[torch.tensor(vocabulary)].to(torch.bfloat16)
-    hits: Counter[str] = Counter()
-    totals: Counter[str] = Counter()
-    for first in range(0, len(examples.records), batch):
-        rows = list(range(first, min(first + batch, len(examples.records))))
-        hidden, positions, tokens = examples.batch(rows)
-        with torch.autocast(target.device.type, torch.bfloat16):
-            states = top(hidden.to(target.device)).flatten(0, 1)[positions]
-            labels = examples.labels(tokens).to(target.device)
-            right = F.linear(states, head).argmax(-1) == labels
-        place = 0
-        for row in rows:
-            record = examples.records[row]
-            count = len(record.output_ids)
-            hits[record.domain] += int(right[place:place + count].sum())
-            totals[record.domain] += count
-            place += count
-    return {domain: hits[domain] / totals[domain] for domain in sorted(totals)}
+def agreement(top: Top, lessons: Lessons, device: torch.device, ahead: int = 1,
+              batch: int = 16) -> list[dict[str, float]]:
+    """
+    Share of the outputs' positions at which the draft says what the target says, by domain.
+
+    One dictionary a step drafted ahead (those of a shared_layers draft are all
+    alike, and it gives one), each on the true tokens.
+    """
+    hits: list[Counter[str]] = []
+    totals: list[Counter[str]] = []
+    order = sorted(range(len(lessons.lessons)), key=lambda row: len(lessons.lessons[row]))
+    for first in range(0, len(order), batch):
+        rows = order[first:first + batch]
+        data = lessons.batch(rows, device)
+        domains = [lessons.lessons[row].domain for row in rows]
+        with torch.autocast(device.type, torch.bfloat16):
+            for step, states in enumerate(top.steps(data, ahead)):
+                if step == len(hits):
+                    hits.append(Counter())
+                    totals.append(Counter())
+                kept = data.in_output & (data.row >= step)
+                said = top.logits(states.flatten(0, 1)[data.place[kept]]).argmax(-1)
+                right = said == data.labels[kept][:, 0]
+                owner = data.place[kept] // data.tokens.shape[1]
+                for index, domain in enumerate(domains):
+                    mine = owner == index
+                    hits[step][domain] += int(right[mine].sum())
+                    totals[step][domain] += int(mine.sum())
+    return [{domain: hit[domain] / total[domain] for domain in sorted(total)}
+            for hit, total in zip(hits, totals)]
 
 
-def save_draft(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write a draft file in one piece: a half-written one never carries its name."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+def save_training(path: Path, state: Mapping) -> None:
+    """Save a training state in one piece; MemSpecError where the disk is full."""
     partial = path.with_suffix('.partial')
-    save_file(tensors, partial, metadata=metadata)
-    partial.chmod(0o644)  # the writer makes it private; a bundle is for whoever runs the node
-    partial.replace(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        torch.save(dict(state), partial)
+        partial.replace(path)
+    except (OSError, RuntimeError) as error:  # torch reports a short write as a RuntimeError
+        partial.unlink(missing_ok=True)
+        raise MemSpecError(f'{path}: cannot be written ({error}); make room and run the same '
+                           'command again, it goes on from the last checkpoint') from error
 
 
-class Throttle:
-    """Lets a report through at most once per ``period`` seconds."""
-
-    def __init__(self, period: float):
-        self._period = period
-        self._last = -math.inf
-
-    def __call__(self) -> bool:
-        now = time.monotonic()
-        if now - self._last < self._period:
-            return False
-        self._last = now
-        return True
+def load_training(path: Path) -> Mapping | None:
+    """A saved training state, None where there is none; MemSpecError where it is damaged."""
+    if not path.exists():
+        return None
+    try:
+        return torch.load(path, map_location='cpu', weights_only=True)
+    except Exception as error:
+        raise MemSpecError(f'{path}: not a checkpoint ({error}); delete it to begin anew'
+                           ) from error

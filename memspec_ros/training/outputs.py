@@ -99,9 +99,12 @@ class OutputStore:
 
 @torch.inference_mode()
 def generate_batch(target: Llama, prompts: list[list[int]], max_new_tokens: int,
-                   stop_ids: frozenset[int]) -> list[list[int]]:
+                   stop_ids: frozenset[int], temperature: float = 0.0,
+                   generator: torch.Generator | None = None) -> list[list[int]]:
     """
-    Greedy outputs of several prompts at once, each ending with its stop token if it stopped.
+    Outputs of several prompts at once, each ending with its stop token if it stopped.
+
+    Greedy, or sampled at ``temperature`` with ``generator`` (a CPU one).
 
     Prompts are padded on the left, so that all rows decode at the same buffer
     position; a row's rotary positions start at its first real token. Rows that
@@ -125,7 +128,11 @@ def generate_batch(target: Llama, prompts: list[list[int]], max_new_tokens: int,
         rope = target.rope.gather((steps - pad[:, None]).clamp(min=0))
         hidden = target.run_layers(target.embed(tokens), 0, config.layers, keys, values, start,
                                    rope, _padded_mask(steps, end, pad))
-        chosen = target.logits(hidden[:, -1]).argmax(-1)
+        logits = target.logits(hidden[:, -1])
+        if temperature:
+            chances = torch.rand(logits.shape, generator=generator).clamp_(1e-9, 1 - 1e-7)
+            logits = logits / temperature - (-chances.log()).log().to(device)  # Gumbel noise
+        chosen = logits.argmax(-1)
         start = end
         for row, token in zip(rows, chosen.tolist()):
             outputs[row].append(token)
@@ -164,9 +171,13 @@ def _cut(output: list[int], stop_ids: frozenset[int], limit: int) -> list[int]:
 
 def fill_store(store: OutputStore, target: Llama, prompts: Iterable[tuple[str, list[int]]],
                max_new_tokens: int, stop_ids: frozenset[int], batch_size: int,
-               report: Callable[[int, int], None] | None = None) -> None:
+               report: Callable[[int, int], None] | None = None, temperature: float = 0.0,
+               sample: int = 0, seed: int = 0) -> None:
     """
     Generate what the store lacks for ``prompts`` (domain, prompt ids).
+
+    Greedy outputs are ``sample`` 0; further ones of a prompt have a number, in
+    their key too, and are sampled at ``temperature``.
 
     Prompts of like length are batched together, since padding is work thrown
     away. ``report`` is called with (prompts done, prompts in all).
@@ -174,7 +185,7 @@ def fill_store(store: OutputStore, target: Llama, prompts: Iterable[tuple[str, l
     have = {record.key for record in store}
     missing = {}
     for domain, ids in prompts:
-        key = content_key(ids)
+        key = content_key(ids) + (f'-{sample}' if sample else '')
         if key not in have:
             missing[key] = (domain, ids)
     order = sorted(missing.items(), key=lambda item: len(item[1][1]))
@@ -183,7 +194,10 @@ def fill_store(store: OutputStore, target: Llama, prompts: Iterable[tuple[str, l
     batches = batches[0::3] + batches[1::3] + batches[2::3]
     done = 0
     for batch in batches:
-        outputs = generate_batch(target, [ids for _, (_, ids) in batch], max_new_tokens, stop_ids)
+        generator = torch.Generator().manual_seed(
+            int(hashlib.sha256(f'{seed} {batch[0][0]}'.encode()).hexdigest()[:15], 16))
+        outputs = generate_batch(target, [ids for _, (_, ids) in batch], max_new_tokens, stop_ids,
+                                 temperature, generator)
         store.append(OutputRecord(key, domain, ids, output)
                      for (key, (domain, ids)), output in zip(batch, outputs))
         done += len(batch)

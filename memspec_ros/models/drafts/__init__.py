@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from .base import Drafter, DraftKind
 from .causal_lm import CausalLMKind
+from .feature import FeatureKind
 from .prompt_lookup import PromptLookupKind
 from .shared_layers import SharedLayersKind
 
 KINDS: dict[str, type[DraftKind]] = {
     'causal_lm': CausalLMKind,
+    'feature': FeatureKind,
     'prompt_lookup': PromptLookupKind,
     'shared_layers': SharedLayersKind,
 }

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
-from ..errors import BundleError
-from ..state import DecodeState, Proposal
+from ..errors import BundleError, UnsupportedModelError
+from ..state import DecodeState, Proposal, TargetRun
 
 if TYPE_CHECKING:
     from ..bundle import Bundle, DraftSpec
@@ -90,3 +91,43 @@ class DraftKind(ABC):
     @abstractmethod
     def attach(self, tensors: Mapping[str, Tensor]) -> Drafter:
         """Make a drafter of the loaded ``tensors`` (empty for slot-free kinds)."""
+
+    def rollout_ranks(self, tensors: Mapping[str, Tensor], run: TargetRun, first: int,
+                      gamma: int, top: int) -> Tensor:
+        """
+        Ranks the draft gives to the tokens of ``run`` from ``first`` (at least 1) on.
+
+        uint8 [len(run.tokens) - first, gamma]: element [t, j] is the rank (1:
+        first, 0: beyond ``top`` or beyond the end) of ``run.tokens[first + t +
+        j]`` where the draft has begun to draft from the committed
+        ``run.tokens[:first + t]`` and the ``j`` tokens between are the true
+        ones. Rank 1 is what ``propose`` says: a kind whose ``propose`` changes
+        has to change this too. The kind's capacity covers the run.
+        """
+        raise UnsupportedModelError(f'{type(self).__name__} records no acceptance traces')
+
+
+def token_ranks(logits: Tensor, wanted: Sequence[int], top: int) -> Tensor:
+    """
+    Rank of ``wanted[i]`` in row i of ``logits`` [N, V]: uint8 [N], 0 beyond ``top``.
+
+    Equal logits rank by index, as argmax has it. A wanted token outside 0..V-1
+    (-1, say) is none the draft can propose: 0.
+    """
+    size = logits.shape[1]
+    tokens = torch.tensor(wanted, device=logits.device)
+    places = tokens.clamp(0, size - 1)[:, None]
+    scores = logits.gather(1, places)
+    before = torch.arange(size, device=logits.device) < places
+    ranks = 1 + ((logits > scores) | ((logits == scores) & before)).sum(1)
+    outside = (tokens < 0) | (tokens >= size) | (ranks > top)
+    return ranks.masked_fill(outside, 0).to(torch.uint8)
+
+
+def rank_windows(ranks: Tensor, gamma: int) -> Tensor:
+    """
+    Windows [T, gamma] of ranks [T], 0 beyond the end.
+
+    For drafts whose rank of a token does not depend on where they began.
+    """
+    return torch.cat([ranks, ranks.new_zeros(gamma - 1)]).unfold(0, gamma, 1).contiguous()

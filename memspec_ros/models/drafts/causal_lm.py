@@ -8,10 +8,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ..state import DecodeState, Proposal
+from ..state import DecodeState, Proposal, TargetRun
 from ..tokenizer import check_same_vocabulary, read_vocabulary
 from ..transformers_lm import build_skeleton, TransformersLM
-from .base import Drafter, DraftKind
+from .base import Drafter, DraftKind, rank_windows, token_ranks
 
 
 class CausalLMDrafter(Drafter):
@@ -67,11 +67,20 @@ class CausalLMDrafter(Drafter):
         self._drafted = 0
         self.lm.set_length(self.cached)
 
-    def _feed(self, tokens: list[int]) -> Tensor:
+    def score(self, tokens: list[int], first: int) -> Tensor:
+        """
+        Logits [N - first + 1, real ids] of the tokens that follow ``first`` or more of ``tokens``.
+
+        What is cached is overwritten: for a drafter that does not decode.
+        """
+        self.lm.set_length(0)
+        return self._feed(tokens, last_only=False)[first - 1:, :self.vocab_size]
+
+    def _feed(self, tokens: list[int], last_only: bool = True) -> Tensor:
         # Committed tokens the draft has no embedding of (its vocabulary is padded less, or lacks
         # ids) are read as another one: what follows may be rejected, but the draft lives on.
         known = [token if token < self.embeddings else 0 for token in tokens]
-        return self.lm.forward(known, last_only=True)[0]
+        return self.lm.forward(known, last_only)[0]
 
 
 class CausalLMKind(DraftKind):
@@ -92,3 +101,14 @@ class CausalLMKind(DraftKind):
             lm = TransformersLM.attach(self.skeleton, tensors, self.dtype, self.device,
                                        self.capacity)
         return CausalLMDrafter(lm, self.vocab_size)
+
+    def rollout_ranks(self, tensors: Mapping[str, Tensor], run: TargetRun, first: int,
+                      gamma: int, top: int) -> Tensor:
+        drafter = self.attach(tensors)
+        # Its own context may end before the target's: from there on it proposes nothing.
+        count = min(len(run.tokens), self.capacity) - first
+        ranks = torch.zeros(len(run.tokens) - first, dtype=torch.uint8)
+        if count > 0:
+            logits = drafter.score(run.tokens[:first + count - 1], first)
+            ranks[:count] = token_ranks(logits, run.tokens[first:first + count], top)
+        return rank_windows(ranks, gamma)

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from ..errors import BundleError
-from ..state import DecodeState, Proposal
+from ..state import DecodeState, Proposal, TargetRun
 from .base import Drafter, DraftKind
 
 DEFAULT_NGRAMS = (4, 3, 2)
@@ -72,3 +73,16 @@ class PromptLookupKind(DraftKind):
 
     def attach(self, tensors: Mapping[str, Tensor]) -> Drafter:
         return PromptLookupDrafter(self.sizes)
+
+    def rollout_ranks(self, tensors: Mapping[str, Tensor], run: TargetRun, first: int,
+                      gamma: int, top: int) -> Tensor:
+        drafter = self.attach(tensors)
+        # It reads nothing but the tokens.
+        state = DecodeState(None, {}, len(run.tokens))
+        ranks = torch.zeros(len(run.tokens) - first, gamma, dtype=torch.uint8)
+        for t in range(len(ranks)):
+            state.tokens = run.tokens[:first + t]
+            proposal = drafter.propose(state, gamma).tokens
+            for j, (token, true) in enumerate(zip(proposal, run.tokens[first + t:])):
+                ranks[t, j] = token == true
+        return ranks

@@ -10,7 +10,7 @@ the idea; the figures are ours.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from ..errors import BundleError, UnsupportedModelError
 from ..llama import layer_shapes, LayerWeights, LlamaConfig, run_layers
 from ..packing import linear
-from ..state import DecodeState, KVCache, Proposal
+from ..state import DecodeState, KVCache, Proposal, TargetRun
 from ..target import LlamaTarget
-from .base import Drafter, DraftKind
+from .base import Drafter, DraftKind, rank_windows, token_ranks
 
 
 class SharedLayersDrafter(Drafter):
@@ -63,22 +63,46 @@ class SharedLayersDrafter(Drafter):
         if self.lag(state) > self.rows_with_proposal:
             return Proposal([])
         position = state.held
-        token, tokens = state.tokens[-1], []
+        token, tokens, top = state.tokens[-1], [], None
         for step in range(min(gamma, self.kv.capacity - position)):
-            x = self.target.run_lower(state, token, position + step, self.depth)
+            x = self._drafted(state, token, position + step, top)
             if step == 0 and self.cached < position:
                 x = torch.cat([self._committed(state, position), x], dim=1)
-            top = self._run_top(x, position + step + 1 - x.shape[1])[0, -1]
+            top = self._run_top(x, position + step + 1 - x.shape[1])[:, -1:]
             self.cached = position
-            normed = F.rms_norm(top, top.shape, self.norm, self.target.model.config.norm_eps)
-            token = self.head_ids[int(linear(normed, self.head).argmax())]
+            token = self.head_ids[int(self.logits(top[0, -1]).argmax())]
             tokens.append(token)
         for group in state.kv.groups_below(self.depth):
             state.kv.set_length(position, group)
         return Proposal(tokens)
 
+    @torch.inference_mode()
+    def score(self, inputs: Tensor, first: int) -> Tensor:
+        """
+        Logits [N - first + 1, trimmed V] of the tokens that follow ``first`` or more positions.
+
+        inputs [N, H]: those of the top at all positions. What is cached is
+        overwritten: for a drafter that does not decode.
+        """
+        return self.logits(self._run_top(inputs[None], 0)[0, first - 1:])
+
+    def logits(self, top: Tensor) -> Tensor:
+        """The top's output [..., H], before its norm -> logits [..., trimmed V]."""
+        normed = F.rms_norm(top, top.shape[-1:], self.norm, self.target.model.config.norm_eps)
+        return linear(normed, self.head)
+
+    def _drafted(self, state: DecodeState, token: int, position: int,
+                 before: Tensor | None) -> Tensor:
+        """
+        Input [1, 1, H] of the top for the token at ``position``.
+
+        ``before`` is the top's output [1, 1, H] one position earlier, or None
+        where that position is committed.
+        """
+        return self.target.run_lower(state, token, position, self.depth)
+
     def _committed(self, state: DecodeState, end: int) -> Tensor:
-        """Hidden states [1, T, H] of committed positions from ``cached`` up to ``end``."""
+        """Inputs [1, T, H] of the top for committed positions from ``cached`` up to ``end``."""
         return state.hidden[self.depth][self.cached:end][None]
 
     def _run_top(self, x: Tensor, start: int) -> Tensor:
@@ -95,31 +119,56 @@ class SharedLayersKind(DraftKind):
     """
 
     option_names = frozenset({'depth', 'layers'})
+    least_depth = 1
 
     def __init__(self, spec, bundle, target, capacity):
         if not isinstance(target, LlamaTarget):
             raise UnsupportedModelError(
-                f'draft {spec.id!r}: shared_layers needs a target on the lean path (llama, qwen2)')
+                f'draft {spec.id!r}: {spec.kind} needs a target on the lean path (llama, qwen2)')
         self.id = spec.id
         self.target = target
         self.capacity = capacity
-        self.depth = _count(spec, 'depth', target.layers - 1)
+        self.depth = _count(spec, 'depth', target.layers - 1, self.least_depth)
         self.own_layers = _count(spec, 'layers', target.layers)
-        self.depths = frozenset({self.depth})
+        self.depths = frozenset({self.depth} - {0})
         head_ids = bundle.head_token_ids()
         if head_ids is None:
             raise BundleError(
-                f'draft {spec.id!r}: shared_layers needs "shared_head" in bundle.yaml')
+                f'draft {spec.id!r}: {spec.kind} needs "shared_head" in bundle.yaml')
         self.head_ids = head_ids
         self.head = bundle.shared_head_of(target)
 
     def attach(self, tensors: Mapping[str, Tensor]) -> Drafter:
+        return SharedLayersDrafter(*self._top(tensors))
+
+    def _top(self, tensors: Mapping[str, Tensor]) -> tuple:
+        """Arguments of the drafter."""
+        layers = [layer.packed() for layer in self.own(tensors)]
+        return (self.target, self.depth, layers, self.own_norm(tensors), self.head,
+                self.head_ids, self.capacity)
+
+    def own(self, tensors: Mapping[str, Tensor]) -> list[LayerWeights]:
+        """The checked own layers, not packed."""
         config: LlamaConfig = self.target.model.config
-        layers = [self._layer(tensors, index, config).packed()
-                  for index in range(self.own_layers)]
-        norm = self._tensor(tensors, 'norm', (config.hidden_size,))
-        return SharedLayersDrafter(self.target, self.depth, layers, norm, self.head,
-                                   self.head_ids, self.capacity)
+        return [self._layer(tensors, index, config) for index in range(self.own_layers)]
+
+    def own_norm(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """The checked final norm [H]."""
+        return self._tensor(tensors, 'norm', (self.target.model.config.hidden_size,))
+
+    def rollout_ranks(self, tensors: Mapping[str, Tensor], run: TargetRun, first: int,
+                      gamma: int, top: int) -> Tensor:
+        # Drafted tokens pass through the shared layers as committed ones do: what the draft
+        # says after true tokens does not depend on which of them were drafted.
+        drafter = self.attach(tensors)
+        logits = drafter.score(run.hidden[self.depth][:len(run.tokens) - 1], first)
+        wanted = self.head_places(run.tokens[first:])
+        return rank_windows(token_ranks(logits, wanted, top), gamma)
+
+    def head_places(self, tokens: Sequence[int]) -> list[int]:
+        """Rows of the shared head for ``tokens``, -1 where it has none."""
+        places = {token: place for place, token in reversed(list(enumerate(self.head_ids)))}
+        return [places.get(token, -1) for token in tokens]
 
     def _layer(self, tensors, index: int, config: LlamaConfig) -> LayerWeights:
         shapes = layer_shapes(config)
@@ -138,8 +187,8 @@ class SharedLayersKind(DraftKind):
         return tensor.to(device=self.target.device, dtype=self.target.dtype)
 
 
-def _count(spec, name: str, most: int) -> int:
+def _count(spec, name: str, most: int, least: int = 1) -> int:
     value = spec.options.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-        raise BundleError(f'draft {spec.id!r}: {name} is {value!r}, expected 1..{most}')
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise BundleError(f'draft {spec.id!r}: {name} is {value!r}, expected {least}..{most}')
     return value

@@ -1,23 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training data from the target itself, and a draft that learns from it."""
+"""The target's own outputs: generated in batches, kept in a store."""
 
 import json
 
-from conftest import PROMPTS, REAL_VOCABULARY
+from conftest import PROMPTS
 import pytest
 import torch
 
-from memspec_ros.models.weights import read_metadata, read_tensors
-from memspec_ros.training.distill import (
-    agreement,
-    choose_vocabulary,
-    coverage,
-    distill,
-    DistillOptions,
-    Examples,
-    save_draft,
-    Top,
-)
+from memspec_ros.training.lessons import choose_vocabulary, coverage
 from memspec_ros.training.outputs import (
     content_key,
     fill_store,
@@ -122,71 +112,41 @@ def test_a_wrong_line_of_a_prompt_file_is_named(tmp_path, line):
 def test_the_trimmed_vocabulary_is_the_most_frequent_tokens():
     assert choose_vocabulary(RECORDS, 2, always=[0]) == [0, 7]
     assert choose_vocabulary(RECORDS, 99) == [7, 8, 9]
+    # A domain with few tokens counts as much as one with many.
+    many = [OutputRecord('c', 'code', [1], [5] * 50 + [6] * 40 + [4] * 10)]
+    assert choose_vocabulary([*many, OutputRecord('d', 'law', [1], [3, 2, 3])], 2) == [3, 5]
     assert coverage(RECORDS, [7]) == pytest.approx(3 / 5)
     assert coverage([], [7]) == 0.0
 
 
-@pytest.fixture(scope='module')
-def examples(trainable, greedy):
-    records = [OutputRecord(content_key(p), 'code' if i % 2 else 'general', p, greedy(p, 12))
-               for i, p in enumerate(PROMPTS)]
-    return Examples(trainable.model, records, 2, list(range(REAL_VOCABULARY)))
+def test_sampled_outputs_are_further_records_of_a_prompt(tmp_path, target, greedy):
+    store = OutputStore(tmp_path / 'outputs.jsonl')
+    prompts = [('general', PROMPTS[0]), ('general', PROMPTS[1])]
+    fill_store(store, target.model, prompts, 12, frozenset(), 8)
+    fill_store(store, target.model, prompts, 12, frozenset(), 8, temperature=0.9, sample=1)
+    fill_store(store, target.model, prompts, 12, frozenset(), 8, temperature=0.9, sample=2)
+    records = {record.key: record.output_ids for record in store}
+    assert set(records) == {content_key(p) + end for p in PROMPTS[:2] for end in ('', '-1', '-2')}
+    for prompt in PROMPTS[:2]:
+        key = content_key(prompt)
+        assert records[key] == greedy(prompt, 12)
+        assert len({tuple(records[key + end]) for end in ('', '-1', '-2')}) == 3
+    again = OutputStore(tmp_path / 'again.jsonl')
+    fill_store(again, target.model, prompts, 12, frozenset(), 8, temperature=0.9, sample=2)
+    assert all(records[record.key] == record.output_ids for record in again)
 
 
-def test_labels_are_the_outputs_and_ignored_outside_the_vocabulary(target, examples):
-    hidden, positions, tokens = examples.batch([0, 3])
-    assert tokens.tolist() == [*examples.records[0].output_ids, *examples.records[3].output_ids]
-    assert len(positions) == len(tokens) == 24 and hidden.shape[0] == 2
-    first = len(PROMPTS[0]) - 1
-    assert positions[:3].tolist() == [first, first + 1, first + 2]
-    assert examples.labels(torch.tensor([5, REAL_VOCABULARY])).tolist() == [5, -100]
-    assert examples.output_tokens == 48
-
-
-def test_a_top_of_all_remaining_layers_agrees_with_the_target_before_training(trainable, examples):
-    everything = agreement(trainable.model, Top(trainable.model, 2, 2), examples,
-                           list(range(REAL_VOCABULARY)))
-    assert set(everything) == {'code', 'general'} and min(everything.values()) > 0.6
-
-
-def test_distilling_learns_and_is_deterministic(trainable, examples):
-    vocabulary = list(range(REAL_VOCABULARY))
-    options = DistillOptions(depth=2, layers=1, epochs=30, batch=2, learning_rate=3e-3)
-    losses, checkpoints = [], []
-    before = agreement(trainable.model, Top(trainable.model, 2, 1), examples, vocabulary)
-    top = distill(trainable.model, examples, vocabulary, options,
-                  report=lambda step, steps, loss, right: losses.append(loss),
-                  checkpoint=lambda top, step: checkpoints.append(step))
-    assert len(losses) == 60 and checkpoints == list(range(2, 61, 2))
-    assert sum(losses[-4:]) < 0.5 * sum(losses[:4])
-    after = agreement(trainable.model, top, examples, vocabulary)
-    assert sum(after.values()) > sum(before.values())
-    again = distill(trainable.model, examples, vocabulary, options)
-    assert all(torch.equal(a, b) for a, b in zip(top.export().values(),
-                                                 again.export().values()))
-    continued = distill(trainable.model, examples, vocabulary,
-                        DistillOptions(depth=2, layers=1, epochs=0.1, learning_rate=0.0,
-                                       weight_decay=0.0), start=top.export())
-    assert agreement(trainable.model, continued, examples, vocabulary) == pytest.approx(
-        after, abs=0.1)
-
-
-def test_the_target_is_left_as_it_was(trainable, examples, greedy):
-    before = trainable.model.layers[3].down.clone()
-    distill(trainable.model, examples, list(range(REAL_VOCABULARY)),
-            DistillOptions(depth=2, layers=1, epochs=1, batch=4))
-    assert torch.equal(trainable.model.layers[3].down, before)
-    assert not trainable.model.norm.requires_grad
-
-
-def test_a_saved_draft_carries_how_it_was_made(tmp_path, trainable):
-    path = tmp_path / 'new' / 'draft.safetensors'
-    tensors = Top(trainable.model, 2, 2).export()
-    save_draft(path, tensors, {'seed': '0'})
-    assert read_metadata(path) == {'seed': '0'}
-    read = read_tensors(path)
-    assert set(read) == set(tensors) and read['norm'].dtype == torch.bfloat16
-    assert [p.name for p in path.parent.iterdir()] == ['draft.safetensors']
-    top = Top(trainable.model, 2, 2)
-    top.load(read)
-    assert all(torch.equal(a, b) for a, b in zip(top.export().values(), tensors.values()))
+def test_sampling_follows_the_distribution(target):
+    prompt, count = PROMPTS[0], 400
+    state = target.new_state(100)
+    logits = target.forward(state, prompt, last_only=True)[0]
+    probabilities = (logits / 2.0).softmax(-1)
+    firsts = [output[0] for output in generate_batch(
+        target.model, [prompt] * count, 1, frozenset(), 2.0, torch.Generator().manual_seed(3))]
+    seen = torch.bincount(torch.tensor(firsts), minlength=len(probabilities)) / count
+    # Of the events "the likeliest half of the mass" and its complement.
+    order = probabilities.argsort(descending=True)
+    half = order[probabilities[order].cumsum(0) <= 0.5]
+    expected = float(probabilities[half].sum())
+    deviation = (expected * (1 - expected) / count) ** 0.5
+    assert abs(float(seen[half].sum()) - expected) < 4 * deviation

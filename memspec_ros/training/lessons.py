@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What drafts learn from, in batches: lessons cut to a draft's shape and vocabulary."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..models.llama import layer_shapes, Llama, LlamaConfig
+from .outputs import OutputRecord
+from .teacher import Lesson
+
+if TYPE_CHECKING:
+    from .student import StudentShape
+
+
+@dataclass(frozen=True)
+class TopShape:
+    """
+    What a draft is made of.
+
+    kind: ``shared_layers`` or ``feature``. depth: target layers reused (L).
+    layers: own ones. features: depths of the target's hidden states that a
+    ``feature`` draft reads besides.
+    """
+
+    kind: str = 'shared_layers'
+    depth: int = 2
+    layers: int = 1
+    features: tuple[int, ...] = ()
+
+    @property
+    def depths(self) -> frozenset[int]:
+        """Depths of target hidden states needed to train it."""
+        return frozenset((self.depth, *self.features)) - {0}
+
+    @property
+    def options(self) -> dict:
+        """Options of the draft in a manifest."""
+        options = {'depth': self.depth, 'layers': self.layers}
+        return {**options, 'features': list(self.features)} if self.features else options
+
+    def cost(self, layers: int) -> float:
+        """Training on a position against the target's pass over it (``layers`` of them), about."""
+        # Forward, and back to inputs and weights; a trimmed head costs about a layer a pass.
+        return 3.0 * (self.layers + 0.3 * len(self.features) + 1.0) / layers
+
+    def parameters(self, config: LlamaConfig) -> int:
+        """Parameters that are trained."""
+        layer = sum(math.prod(shape) for name, shape in layer_shapes(config).items()
+                    if name != 'qkv_bias')
+        return self.layers * layer + len(self.features) * config.hidden_size ** 2
+
+    def problem(self, layers: int) -> str:
+        """What is wrong with it for a target of ``layers`` layers; '' for nothing."""
+        least = 0 if self.kind == 'feature' else 1
+        if not least <= self.depth < layers:
+            return f'depth is {self.depth}, expected {least}..{layers - 1}'
+        if not 1 <= self.layers <= layers - self.depth:
+            return f'layers is {self.layers}, expected 1..{layers - self.depth}'
+        if bool(self.features) != (self.kind == 'feature'):
+            return 'a feature draft reads features, a shared_layers draft none'
+        if any(not 1 <= depth <= layers for depth in self.features):
+            return f'features are {list(self.features)}, expected numbers in 1..{layers}'
+        return ''
+
+
+def choose_vocabulary(records: Iterable[OutputRecord], size: int,
+                      always: Iterable[int] = ()) -> list[int]:
+    """
+    The ``size`` tokens that cover most of the outputs, ``always`` included, ascending.
+
+    Coverage is of each domain alike: frequencies count relative to the domain's tokens.
+    """
+    counts: dict[str, Counter[int]] = defaultdict(Counter)
+    for record in records:
+        counts[record.domain].update(record.output_ids)
+    shares: Counter[int] = Counter()
+    for counter in counts.values():
+        total = counter.total()
+        for token, count in counter.items():
+            shares[token] += count / total
+    chosen = set(always)
+    for token, _ in sorted(shares.items(), key=lambda item: (-item[1], item[0])):
+        if len(chosen) >= size:
+            break
+        chosen.add(token)
+    return sorted(chosen)
+
+
+def coverage(records: Iterable[OutputRecord], vocabulary: Sequence[int]) -> float:
+    """Share of output tokens that the trimmed vocabulary can express."""
+    known = set(vocabulary)
+    hits = total = 0
+    for record in records:
+        total += len(record.output_ids)
+        hits += sum(token in known for token in record.output_ids)
+    return hits / max(total, 1)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """
+    Several lessons side by side, padded on the right.
+
+    tokens [B, T]; lower [B, T, H]: hidden states after the shared layers, or
+    None; features [B, T, F, H] or None. For each of the N positions
+    learned from: place (flat, in B * T), row (its position in the sequence),
+    labels [N, top] (places in the trimmed vocabulary, -1 outside) with
+    probabilities [N, top], in_output [N].
+    """
+
+    tokens: Tensor
+    lower: Tensor | None
+    features: Tensor | None
+    place: Tensor
+    row: Tensor
+    labels: Tensor
+    probabilities: Tensor
+    in_output: Tensor
+
+
+class Lessons:
+    """Lessons made into batches for a draft of one shape over one vocabulary."""
+
+    def __init__(self, target: Llama, lessons: Sequence[Lesson],
+                 shape: TopShape | StudentShape, vocabulary: Sequence[int]):
+        self.lessons = list(lessons)
+        self.shape = shape
+        self._embedding = target.embedding if shape.depth == 0 else None
+        self._index = torch.full((target.config.vocab_size,), -1)
+        self._index[torch.tensor(vocabulary)] = torch.arange(len(vocabulary))
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens there are to learn from."""
+        return sum(lesson.output_tokens for lesson in self.lessons)
+
+    def batch(self, rows: Sequence[int], device: torch.device | str = 'cpu') -> Batch:
+        """The lessons of ``rows``; the last position of each has nothing to predict."""
+        chosen = [self.lessons[row] for row in rows]
+        longest = max(map(len, chosen))
+        place, row, in_output = [], [], []
+        for index, lesson in enumerate(chosen):
+            positions = torch.arange(len(lesson) - 1)
+            row.append(positions)
+            place.append(positions + index * longest)
+            in_output.append(positions >= lesson.first - 1)
+        labels = self._index[torch.cat([lesson.top_ids[:-1] for lesson in chosen]).long()]
+        logprobs = torch.cat([lesson.top_logprobs[:-1] for lesson in chosen])
+        lower = features = None
+        if self.shape.depth is not None:
+            lower = _padded([self._lower(lesson) for lesson in chosen], longest).to(device)
+        if self.shape.features:
+            features = torch.stack([_padded([lesson.hidden[depth] for lesson in chosen], longest)
+                                    for depth in self.shape.features], dim=2).to(device)
+        tokens = torch.zeros(len(chosen), longest, dtype=torch.long)
+        for index, lesson in enumerate(chosen):
+            tokens[index, :len(lesson)] = lesson.tokens
+        return Batch(
+            tokens=tokens.to(device), lower=lower, features=features,
+            place=torch.cat(place).to(device), row=torch.cat(row).to(device),
+            labels=labels.to(device), probabilities=logprobs.float().exp().to(device),
+            in_output=torch.cat(in_output).to(device))
+
+    def orders(self, batch: int, generator: torch.Generator) -> list[list[int]]:
+        """Row groups of one epoch: shuffled, sequences of like length together."""
+        jitter = torch.rand(len(self.lessons), generator=generator) * 64
+        order = sorted(range(len(self.lessons)),
+                       key=lambda row: len(self.lessons[row]) + float(jitter[row]))
+        groups = [order[i:i + batch] for i in range(0, len(order), batch)]
+        return [groups[i] for i in torch.randperm(len(groups), generator=generator)]
+
+    def _lower(self, lesson: Lesson) -> Tensor:
+        if self._embedding is None:
+            return lesson.hidden[self.shape.depth]
+        return self._embedding[lesson.tokens.long().to(self._embedding.device)].cpu()
+
+
+def _padded(rows: Sequence[Tensor], longest: int) -> Tensor:
+    padded = torch.zeros(len(rows), longest, rows[0].shape[1], dtype=torch.bfloat16)
+    for index, row in enumerate(rows):
+        padded[index, :len(row)] = row
+    return padded

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""
+What the target thinks of its outputs, computed once: lessons for any number of drafts.
+
+One teacher-forced pass over each record gives the target's distribution at every
+position (its ``top`` likeliest tokens) and the hidden states that drafts read.
+They are kept on disk in chunks, written whole: an interrupted run loses at most
+the chunk it was in. Training then needs the target no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+import errno
+import hashlib
+import json
+from pathlib import Path
+import time
+
+from safetensors import safe_open, SafetensorError
+from safetensors.torch import save_file
+import torch
+from torch import Tensor
+
+from ..models.errors import MemSpecError
+from ..models.llama import causal_mask, Llama, run_layer_uncached
+from .outputs import OutputRecord
+
+_CHUNK_RECORDS = 64
+_BATCH = 8
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """
+    One record as the target sees it; n positions, those of prompt and output.
+
+    tokens int32 [n]. top_ids int32 and top_logprobs float16 [n, top]: what the
+    target expects to follow each position, likeliest first. hidden: depth ->
+    bfloat16 [n, H]. first: the prompt's length.
+    """
+
+    key: str
+    domain: str
+    first: int
+    tokens: Tensor
+    top_ids: Tensor
+    top_logprobs: Tensor
+    hidden: dict[int, Tensor]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens of the output."""
+        return len(self.tokens) - self.first
+
+
+def fingerprint(target: Llama) -> str:
+    """Names the target by its weights, so that nobody learns from another's thoughts."""
+    digest = hashlib.sha256()
+    for tensor in (target.embedding, target.norm, *(
+            tensor for layer in target.layers for tensor in layer.tensors().values())):
+        digest.update(tensor.detach().contiguous().cpu().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+class TeacherStore:
+    """Lessons of one target, with hidden states at ``depths``, below ``directory``."""
+
+    def __init__(self, directory: Path, target_name: str, depths: Iterable[int], top: int = 32):
+        self.depths = tuple(sorted(depths))
+        self.top = top
+        made = json.dumps([target_name, self.depths, top])
+        self.directory = directory / hashlib.sha256(made.encode()).hexdigest()[:12]
+        self._places: dict[str, tuple[Path, int]] = {}
+        self._chunks: dict[Path, dict[str, Tensor]] = {}
+        for path in sorted(self.directory.glob('*.safetensors')) if target_name else ():
+            self._index(path)
+
+    def missing(self, records: Iterable[OutputRecord]) -> list[OutputRecord]:
+        """Records without a lesson, each once."""
+        return list({record.key: record for record in records
+                     if record.key not in self._places}.values())
+
+    def bytes_needed(self, records: Iterable[OutputRecord], width: int) -> int:
+        """What lessons of ``records`` take, on disk or in memory; ``width`` is the target's."""
+        positions = sum(len(record.prompt_ids) + len(record.output_ids) for record in records)
+        return positions * (2 * width * len(self.depths) + 6 * self.top + 4)
+
+    def fill(self, target: Llama, records: Sequence[OutputRecord],
+             report: Callable[[int, int], None] | None = None) -> None:
+        """Make the lessons that are missing; ``report`` gets (done, in all) of them."""
+        missing = self.missing(records)
+        missing.sort(key=lambda record: len(record.prompt_ids) + len(record.output_ids))
+        self.directory.mkdir(parents=True, exist_ok=True)
+        for first in range(0, len(missing), _CHUNK_RECORDS):
+            chunk = missing[first:first + _CHUNK_RECORDS]
+            self._write(chunk, self.think(target, chunk))
+            if report:
+                report(first + len(chunk), len(missing))
+
+    def lesson(self, record: OutputRecord) -> Lesson:
+        """The lesson of a record; KeyError where it was not made."""
+        path, row = self._places[record.key]
+        chunk = self._chunks.get(path)
+        if chunk is None:
+            with safe_open(path, 'pt') as file:
+                chunk = self._chunks[path] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        start, end = chunk['edges'][row:row + 2].tolist()
+        return Lesson(record.key, record.domain, len(record.prompt_ids),
+                      chunk['tokens'][start:end], chunk['top_ids'][start:end],
+                      chunk['top_logprobs'][start:end],
+                      {depth: chunk[f'hidden.{depth}'][start:end] for depth in self.depths})
+
+    def _index(self, path: Path) -> None:
+        try:
+            with safe_open(path, 'pt') as file:
+                keys = json.loads(file.metadata()['keys'])
+        except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+            raise MemSpecError(f'{path}: not a chunk of lessons ({error}); delete it, '
+                               'it will be made again') from error
+        self._places.update((key, (path, row)) for row, key in enumerate(keys))
+
+    @torch.inference_mode()
+    def think(self, target: Llama, records: Sequence[OutputRecord]) -> dict[str, Tensor]:
+        """The tensors of a chunk; ``edges`` are where its records begin and the last ends."""
+        parts: dict[str, list[Tensor]] = {}
+        for first in range(0, len(records), _BATCH):
+            rows = [record.prompt_ids + record.output_ids
+                    for record in records[first:first + _BATCH]]
+            longest = max(map(len, rows))
+            tokens = torch.tensor([row + [0] * (longest - len(row)) for row in rows],
+                                  device=target.device)
+            x = target.embed(tokens)
+            rope, mask = target.rope.at(0, longest), causal_mask(longest, longest, x.device)
+            hidden = {}
+            for depth, weights in enumerate(target.layers, 1):
+                x = run_layer_uncached(target.config, weights, x, rope, mask)
+                if depth in self.depths:
+                    hidden[depth] = x
+            for index, row in enumerate(rows):
+                logits = target.logits(x[index, :len(row)])
+                best, ids = logits.topk(min(self.top, logits.shape[1]))
+                best = best - logits.logsumexp(-1, keepdim=True)
+                made = {'tokens': tokens[index, :len(row)].int(), 'top_ids': ids.int(),
+                        'top_logprobs': best.half()}
+                made |= {f'hidden.{depth}': states[index, :len(row)].to(torch.bfloat16)
+                         for depth, states in hidden.items()}
+                for name, tensor in made.items():
+                    parts.setdefault(name, []).append(tensor.cpu())
+        edges = torch.tensor([0, *(len(part) for part in parts['tokens'])]).cumsum(0)
+        return {'edges': edges, **{name: torch.cat(rows) for name, rows in parts.items()}}
+
+    def _write(self, records: Sequence[OutputRecord], tensors: dict[str, Tensor]) -> None:
+        path = self.directory / f'{records[0].key}-{len(records)}.safetensors'
+        write_whole(path, tensors, {'keys': json.dumps([record.key for record in records])})
+        self._index(path)
+
+
+def positions_per_second(target: Llama, records: Sequence[OutputRecord]) -> float:
+    """How fast lessons are made here: measured on a few records."""
+    rows = records[:4]
+    positions = sum(len(record.prompt_ids) + len(record.output_ids) for record in rows)
+    store = TeacherStore(Path(), '', ())
+    start = time.perf_counter()
+    store.think(target, rows)
+    return positions / (time.perf_counter() - start)
+
+
+def write_whole(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    """
+    Write a safetensors file that never carries its name while half-written.
+
+    Raises MemSpecError where the disk is full, leaving nothing behind.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix('.partial')
+    try:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial,
+                  metadata=metadata)
+        partial.chmod(0o644)  # the writer makes it private; a bundle is for whoever runs the node
+        partial.replace(path)
+    except (OSError, SafetensorError) as error:
+        partial.unlink(missing_ok=True)
+        full = getattr(error, 'errno', None) == errno.ENOSPC or 'No space' in str(error)
+        raise MemSpecError(f'{path}: {"the disk is full" if full else error}; make room and run '
+                           'the same command again, it goes on from here') from error

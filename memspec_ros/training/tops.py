@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""
+The trainable part of drafts that live on the target: own layers, norm, mixer.
+
+Own layers start as copies of the target's layers that follow the shared ones:
+they are used to what those put out, which the last layers are not (measured:
+0.27 against 0.23 agreement after one epoch). Float32; files are bfloat16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+
+import torch
+from torch import Tensor
+import torch.nn.functional as F
+
+from ..models.drafts.feature import Mixer, unroll
+from ..models.llama import causal_mask, LayerWeights, Llama, run_layer_uncached
+from ..models.weights import read_metadata, read_tensors
+from .lessons import Batch, TopShape
+from .student import save_student, Student, StudentShape
+from .teacher import write_whole
+
+
+class Top(torch.nn.Module):
+    """
+    Own layers and norm of a ``shared_layers`` draft.
+
+    ``vocabulary``: token ids of the trimmed head, which is the target's and stays as it is.
+    """
+
+    def __init__(self, target: Llama, shape: TopShape, vocabulary: Sequence[int]):
+        super().__init__()
+        self.register_buffer('head', target.head[torch.tensor(vocabulary)].to(torch.bfloat16),
+                             persistent=False)
+        self.config = target.config
+        self.shape = shape
+        self.rope = target.rope
+        self.norm = torch.nn.Parameter(target.norm.float().clone())
+        self.parts = torch.nn.ModuleList()
+        for weights in target.layers[shape.depth:shape.depth + shape.layers]:
+            self.parts.append(torch.nn.ParameterDict(
+                {name: torch.nn.Parameter(tensor.float().clone())
+                 for name, tensor in weights.tensors().items()}))
+
+    def steps(self, batch: Batch, count: int) -> list[Tensor]:
+        """
+        Normed top states [B, T, H], one a step drafted from every position at once.
+
+        Here all steps are the same one, and it is given once: a drafted token
+        passes through the shared layers as a committed one does.
+        """
+        lower = batch.lower
+        length = lower.shape[1]
+        rope, mask = self.rope.at(0, length), causal_mask(length, length, lower.device)
+        x = lower.float()
+        for layer in self.weights():
+            x = run_layer_uncached(self.config, layer, x, rope, mask)
+        return [self.normed(x)]
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Normed top states [N, H] -> logits [N, trimmed V]."""
+        return F.linear(states, self.head)
+
+    def training_logits(self, states: Tensor, generator: torch.Generator) -> Tensor:
+        """Logits as training scores them, which may have further columns; see Student."""
+        return self.logits(states)
+
+    def normed(self, x: Tensor) -> Tensor:
+        """What the head reads."""
+        return F.rms_norm(x, x.shape[-1:], self.norm, self.config.norm_eps)
+
+    def weights(self) -> list[LayerWeights]:
+        """The own layers."""
+        names = [f.name for f in fields(LayerWeights)]
+        return [LayerWeights(**{name: part[name] if name in part else None for name in names})
+                for part in self.parts]
+
+    def tensors(self) -> dict[str, torch.nn.Parameter]:
+        """Parameters by their names in a draft file."""
+        return {'norm': self.norm,
+                **{f'layers.{index}.{name}': tensor for index, part in enumerate(self.parts)
+                   for name, tensor in part.items()}}
+
+    def export(self) -> dict[str, Tensor]:
+        """Tensors as a draft file holds them, bfloat16."""
+        return {name: tensor.detach().to('cpu', torch.bfloat16).contiguous()
+                for name, tensor in self.tensors().items()}
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from an exported draft (a general one into a domain)."""
+        for name, tensor in self.tensors().items():
+            tensor.copy_(state[name])
+
+
+class FeatureTop(Top):
+    """Own layers, norm and mixer of a ``feature`` draft."""
+
+    def __init__(self, target: Llama, shape: TopShape, vocabulary: Sequence[int]):
+        super().__init__(target, shape, vocabulary)
+        count, width = len(shape.features), target.config.hidden_size
+        # Next to nothing at first: the top begins as that of a shared_layers draft.
+        generator = torch.Generator().manual_seed(0)
+        self.scales = torch.nn.Parameter(torch.ones(count, width))
+        self.blocks = torch.nn.ParameterList(
+            torch.randn(width, width, generator=generator) * 0.002 for _ in range(count))
+        self.carry = torch.nn.Parameter(torch.ones(width))
+
+    def steps(self, batch: Batch, count: int) -> list[Tensor]:
+        mixer = Mixer(self.scales, list(self.blocks), self.carry)
+        outputs = unroll(self.config, self.weights(), mixer, batch.lower.float(),
+                         batch.features.float(), self.rope.at(0, batch.lower.shape[1]), count)
+        return [self.normed(output) for output in outputs]
+
+    def tensors(self) -> dict[str, torch.nn.Parameter]:
+        return {**super().tensors(), 'mixer.scales': self.scales, 'mixer.carry': self.carry,
+                **{f'mixer.{index}': block for index, block in enumerate(self.blocks)}}
+
+
+def make_top(target: Llama, shape: TopShape | StudentShape,
+             vocabulary: Sequence[int]) -> Top | Student:
+    """An untrained draft of that shape, on the target's device."""
+    kinds = {'causal_lm': Student, 'feature': FeatureTop, 'shared_layers': Top}
+    return kinds[shape.kind](target, shape, vocabulary).to(target.device)
+
+
+def draft_shape(kind: str, depth: int, layers: int, features: Sequence[int],
+                width: int) -> TopShape | StudentShape:
+    """The shape that command-line options describe."""
+    if kind == 'causal_lm':
+        return StudentShape(kind, width, layers)
+    return TopShape(kind, depth, layers, tuple(features))
+
+
+def save_draft(path: Path, top: Top | Student, metadata: Mapping[str, str],
+               tokenizer: Path | None = None) -> None:
+    """
+    Write a draft as a bundle holds it: a file, or of a Student a directory.
+
+    ``tokenizer``: directory of the target's, which a Student brings along.
+    """
+    if isinstance(top, Student):
+        if tokenizer is None:
+            raise ValueError('a causal_lm draft brings its tokenizer: say where it is')
+        save_student(path, top, tokenizer, metadata)
+    else:
+        write_whole(path, top.export(), dict(metadata))
+
+
+def read_draft(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors of a draft, to continue from, and how it was made."""
+    if path.is_dir():
+        path = path / 'model.safetensors'
+    return read_tensors(path), dict(read_metadata(path))
