@@ -336,6 +336,10 @@ class _LiveSettings(Settings):
     def speculate(self) -> bool:
         return self._node.parameters['draft.max_tokens'] > 0
 
+    @property
+    def copy(self) -> bool:
+        return self._node.parameters['draft.copy']
+
 
 def main(args: list[str] | None = None) -> int:
     """

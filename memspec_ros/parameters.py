@@ -111,6 +111,8 @@ PARAMETERS: tuple[ParameterSpec, ...] = (
     _p('draft.max_tokens', 4, 'Most tokens drafted per iteration; 0 = speculation off.',
        CONFIGURE, 0, 16),
     _p('draft.adaptive', True, 'Draft fewer tokens, or none, where more do not pay.', CONFIGURE),
+    _p('draft.copy', True, 'Where the answer repeats what stands in the text already, copy it '
+       'instead of drafting.', LIVE),
     _p('queue.max_size', 8, 'Most requests waiting; more are refused with QUEUE_FULL.', LIVE,
        1, 1024),
     _p('system_prompt', '', 'System prompt of requests that bring none.', REQUEST),

@@ -128,6 +128,75 @@ def test_speculation_switched_off_live():
     assert len(next(chunks).token_ids) == 4
 
 
+class Copier(FakeDrafter):
+    """A slot-free drafter that claims to have seen the last ``size`` tokens before."""
+
+    size = 5
+
+    def match(self, state):
+        return self.size
+
+    def lag(self, state):
+        return 0
+
+
+def copying(guess, size=5):
+    def make():
+        drafter = Copier(guess)
+        drafter.size = size
+        return drafter
+    return FakeKind(make, slot_free=True)
+
+
+def test_what_repeats_is_copied_where_that_promises_more():
+    wrong = FakeKind(lambda: FakeDrafter(lambda prefix: 0, step_sec=0.01))
+    bench = Bench({'a': wrong, 'copier': copying(counting)}, adaptive=True, capacity=1,
+                  rank=lambda context: [('a', 0.5)])
+    bench.loader.script = {'a': [(0.0, 'ok')]}
+    _, _, last, chunks = bench.run(max_new_tokens=100)
+    steps = [chunk.step for chunk in chunks if chunk.step]
+    assert sum(step.draft == 'copier' for step in steps) > 0.8 * len(steps)
+    # The wanted draft was there, and copying was better still: nothing fell back.
+    assert bench.controller.residency.is_ready('a')
+    late = [step for step in steps[8:] if step.draft == 'copier']
+    assert late and all(step.desired == 'copier' and step.accepted == 3 for step in late)
+    assert last.stats.output_tokens == 100
+
+
+def test_a_copier_is_judged_without_being_asked():
+    right = FakeKind(lambda: FakeDrafter(counting, step_sec=0.001))
+    bench = Bench({'a': right, 'copier': copying(lambda prefix: 0)}, adaptive=True, capacity=1,
+                  rank=lambda context: [('a', 0.5)])
+    bench.loader.script = {'a': [(0.0, 'ok')]}
+    *_, chunks = bench.run(max_new_tokens=200)
+    asked = [chunk.step.draft for chunk in chunks if chunk.step]
+    assert asked.count('copier') < 5 and 'copier' not in asked[10:]
+    # Nor does it pass for a draft worth ranking: it is good only where it finds a match.
+    figures = bench.controller.draft_length
+    assert figures.expected_tokens('copier', 1) < 1.2 < figures.expected_tokens('a', 1)
+
+
+@pytest.mark.parametrize('how', ['off', 'short'])
+def test_nothing_is_copied(how):
+    wrong = FakeKind(lambda: FakeDrafter(lambda prefix: 0, step_sec=0.01))
+    copier = copying(counting, size=5 if how == 'off' else 2)
+    bench = Bench({'a': wrong, 'copier': copier}, adaptive=True, capacity=1,
+                  rank=lambda context: [('a', 0.5)])
+    bench.settings.copy = how != 'off'
+    *_, chunks = bench.run(max_new_tokens=60)
+    assert all(chunk.step.draft != 'copier' for chunk in chunks if chunk.step)
+
+
+def test_a_copier_that_fails_is_given_up():
+    def make():
+        return Copier(counting, trouble={'propose': 3})
+    right = FakeKind(lambda: FakeDrafter(lambda prefix: 0, step_sec=0.01))
+    bench = Bench({'a': right, 'copier': FakeKind(make, slot_free=True)}, adaptive=True,
+                  capacity=1, rank=lambda context: [('a', 0.5)])
+    _, _, last, _ = bench.run(max_new_tokens=60)
+    assert last.stats.output_tokens == 60 and last.finish is Finish.LENGTH
+
+
 def test_without_speculation_nothing_is_ranked_loaded_or_switched_to():
     bench = Bench({'a': good(), 'free': free()})
     bench.settings.speculate = False

@@ -228,3 +228,10 @@ def test_dropping_a_draft_frees_its_weights(make):
         del drafter
     gc.collect()
     assert [ref() for ref in gone] == [None] * len(gone)
+
+
+def test_a_lookup_says_how_long_its_match_is(make):
+    for tokens, size in (([1, 2, 3], 0), ([1, 2, 3, 9, 2, 3], 2),
+                         ([1, 2, 3, 4, 5, 9, 1, 2, 3, 4], 4)):
+        assert PromptLookupDrafter().match(state_of(tokens)) == size
+    assert make('top').match(state_of([1, 1, 1, 1, 1])) == 0

@@ -10,6 +10,7 @@ that does not pay is not asked.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from .stats import StepRecord
@@ -149,12 +150,25 @@ class DraftLength:
         # is the price of a switch, paid once, and says nothing about the steps to come.
         catch_up = min(step.t_catch_up, step.t_draft / step.drafted)
         figures.step_cost.add((step.t_draft + catch_up) / step.drafted)
-        while len(figures.by_depth) < step.drafted:
-            figures.by_depth.append(_Mean(memory=_LONG_MEMORY))
-        while len(figures.now) < step.drafted:
-            figures.now.append(_Mean())
-        for depth in range(min(step.accepted + 1, step.drafted)):
-            right = 1.0 if depth < step.accepted else 0.0
+        self._judge(figures, step.accepted, step.accepted < step.drafted)
+
+    def overhear(self, draft: str, proposal: Sequence[int], emitted: Sequence[int]) -> None:
+        """Learn what a draft that was not asked would have had accepted: no more than emitted."""
+        right = 0
+        while right < min(len(proposal), len(emitted)) and proposal[right] == emitted[right]:
+            right += 1
+        self._judge(self._drafts.setdefault(draft, _DraftFigures()), right,
+                    right < min(len(proposal), len(emitted)))
+
+    @staticmethod
+    def _judge(figures: _DraftFigures, accepted: int, rejected: bool) -> None:
+        """``accepted`` tokens were right, and then one wrong where ``rejected``."""
+        judged = accepted + rejected
+        figures.by_depth += [_Mean(memory=_LONG_MEMORY)
+                             for _ in range(judged - len(figures.by_depth))]
+        figures.now += [_Mean() for _ in range(judged - len(figures.now))]
+        for depth in range(judged):
+            right = 1.0 if depth < accepted else 0.0
             figures.by_depth[depth].add(right)
             figures.now[depth].add(right)
 

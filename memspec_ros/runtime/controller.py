@@ -18,6 +18,7 @@ from ..decoding.draft_length import DraftLength
 from ..decoding.engine import CATCH_UP_ROWS, DraftFailure, Engine
 from ..decoding.output import OutputStream
 from ..decoding.stats import GenerationStats, StepRecord
+from ..models.drafts import Drafter
 from ..models.tokenizer import Tokenizer
 from .policies import Plan, Policy
 from .ranking import Acceptance, RankingContext
@@ -29,6 +30,8 @@ _LOG = logging.getLogger(__name__)
 RECENT_TOKENS = 32
 # Iterations kept for windowed figures.
 KEPT_STEPS = 1024
+# Shorter repetitions are chance: two tokens in a row are often followed by another third.
+LEAST_MATCH = 3
 
 
 @dataclass
@@ -37,11 +40,14 @@ class Settings:
     What may change while the controller runs; read at interval boundaries.
 
     cache_capacity: K. scheduling_interval: N. speculate: False decodes plainly.
+    copy: where the last tokens stood in the text before, copy what followed
+    instead of drafting, if that promises more tokens per second.
     """
 
     cache_capacity: int = 2
     scheduling_interval: int = 4
     speculate: bool = True
+    copy: bool = True
 
 
 @dataclass
@@ -59,6 +65,8 @@ class _Turn:
     active: str = ''
     previous: str = ''
     warming: str = ''
+    # A copier that was not asked this time, and what it would have said.
+    overheard: tuple[str, list[int]] | None = None
     t_predict: float = 0.0
     t_warm: float = 0.0
     first_token_at: float | None = None
@@ -173,8 +181,7 @@ class Controller:
         if at_boundary or (loaded and not self.residency.is_ready(turn.active)):
             self._schedule(turn, first=False)
         self._warm(turn)
-        drafter = self.residency.drafter(turn.active) if self.settings.speculate else None
-        gamma = self.draft_length.choose(turn.active) if drafter is not None else 0
+        draft, drafter, gamma = self._drafting(turn)
         # A draft that is still catching up was not asked, and has not failed to answer.
         cold = drafter is not None and drafter.lag(self.engine.state) > CATCH_UP_ROWS
         limit = turn.request.max_new_tokens - len(turn.output.token_ids)
@@ -182,15 +189,21 @@ class Controller:
         try:
             tokens, step = self.engine.step(drafter, gamma, limit, stop_ids)
         except DraftFailure as failure:
-            self._give_up(turn, turn.active, str(failure))
+            self._give_up(turn, draft, str(failure))
             drafter = None
             tokens, step = self.engine.step(None, 0, limit, stop_ids)
-        step.draft = turn.active if drafter is not None else ''
+        copied = draft != turn.active
+        step.draft = draft if drafter is not None else ''
         step.desired = turn.plan.desired
+        if copied and turn.active == step.desired:
+            step.desired = draft  # the wanted draft was there: copying was better still
         step.t_predict = turn.t_predict
-        if drafter is not None and min(gamma, limit - 1) > 0 and not cold:
+        # What a copier has accepted where it found a match says nothing of where it does not.
+        if drafter is not None and min(gamma, limit - 1) > 0 and not cold and not copied:
             turn.context.acceptance.setdefault(step.draft, Acceptance()).add(step)
         self.draft_length.observe(step)
+        if turn.overheard is not None:
+            self.draft_length.overhear(*turn.overheard, tokens)
         if step.draft_error:
             self._give_up(turn, step.draft, step.draft_error)
         text, taken = turn.output.add(tokens)
@@ -198,6 +211,31 @@ class Controller:
         step.emitted, step.accepted = taken, min(step.accepted, taken)
         chunk = Chunk(seq, text, tokens[:taken], step.draft if step.drafted else '', step=step)
         return step, chunk
+
+    def _drafting(self, turn: _Turn) -> tuple[str, Drafter | None, int]:
+        """
+        Who drafts this iteration, and how much: the active draft, or one that copies.
+
+        Slot-free drafts are always there, so that one of them may step in
+        wherever the text repeats itself, whatever the policy has chosen.
+        """
+        turn.overheard = None
+        if not self.settings.speculate:
+            return '', None, 0
+        draft, drafter = turn.active, self.residency.drafter(turn.active)
+        gamma = self.draft_length.choose(draft) if drafter is not None else 0
+        for copier in self.residency.slot_free if self.settings.copy else ():
+            copying = self.residency.drafter(copier)
+            if copier == draft or copying is None or copying.match(
+                    self.engine.state) < LEAST_MATCH:
+                continue
+            count = self.draft_length.choose(copier)
+            if self.draft_length.speed(copier, count) > self.draft_length.speed(draft, gamma):
+                return copier, copying, count
+            turn.overheard = (copier, copying.propose(
+                self.engine.state, self.draft_length.max_gamma).tokens)
+            break
+        return draft, drafter, gamma
 
     def _schedule(self, turn: _Turn, first: bool) -> None:
         """Interval boundary: rank (Algorithm 1), steer residency (2), choose the draft (3)."""

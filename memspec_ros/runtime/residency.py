@@ -125,6 +125,11 @@ class Residency:
         return [draft for draft, slot in self._slots.items() if self._holds_slot(slot)]
 
     @property
+    def slot_free(self) -> list[str]:
+        """Drafts that need no slot: there at any time, whatever K is."""
+        return [draft for draft, slot in self._slots.items() if slot.kind.slot_free]
+
+    @property
     def loading(self) -> str | None:
         """The draft being loaded."""
         return self._loader.loading

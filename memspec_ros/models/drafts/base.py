@@ -41,6 +41,14 @@ class Drafter(ABC):
         committed part of ``state`` as it was.
         """
 
+    def match(self, state: DecodeState) -> int:
+        """
+        How many of the last tokens stood in the text before; 0 for drafts that do not copy.
+
+        A long match says that what followed it then is likely to follow now.
+        """
+        return 0
+
     def update(self, state: DecodeState, accepted: int) -> None:
         """Learn that the first ``accepted`` tokens of the last proposal were accepted."""
 

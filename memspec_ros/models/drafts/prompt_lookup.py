@@ -34,14 +34,22 @@ class PromptLookupDrafter(Drafter):
         self.cached = 0
 
     def propose(self, state: DecodeState, gamma: int) -> Proposal:
-        tokens = state.tokens
-        self._index(tokens)
-        if gamma > 0:
-            for size in self.sizes:
-                start = self._follows.get(tuple(tokens[-size:]))
-                if start is not None and len(tokens) > size:
-                    return Proposal(self._copy(tokens, start, gamma))
+        size, start = self._find(state.tokens)
+        if gamma > 0 and size:
+            return Proposal(self._copy(state.tokens, start, gamma))
         return Proposal([])
+
+    def match(self, state: DecodeState) -> int:
+        return self._find(state.tokens)[0]
+
+    def _find(self, tokens: list[int]) -> tuple[int, int]:
+        """(n, where what followed it begins) of the longest n-gram seen before; (0, 0) if none."""
+        self._index(tokens)
+        for size in self.sizes:
+            start = self._follows.get(tuple(tokens[-size:]))
+            if start is not None and len(tokens) > size:
+                return size, start
+        return 0, 0
 
     def _index(self, tokens: list[int]) -> None:
         """Add n-grams that end before the last token (what follows them is known)."""
