@@ -203,3 +203,23 @@ def test_fifty_prompts_take_less_than_a_minute(full_bundle, tmp_path, prompts):
     assert run(full_bundle, tmp_path / 'work', prompts('train.jsonl', 25),
                prompts('eval.jsonl', 2), '--kind', 'feature') == 0
     assert time.monotonic() - start < 60.0
+
+
+def test_independent_drafts_are_directories_of_their_own(full_bundle, tmp_path, prompts, capsys):
+    work = tmp_path / 'work'
+    assert run(full_bundle, work, prompts('train.jsonl', 4), prompts('eval.jsonl', 1),
+               '--kind', 'causal_lm', '--width', '16', '--layers', '1', '--resume') == 0
+    draft = load_bundle(work).draft('code')
+    assert draft.kind == 'causal_lm' and (work / 'code' / 'tokenizer.json').is_file()
+    runtime = Runtime.open(work, RuntimeOptions(dtype='float32', context=128, max_gamma=3,
+                                                adaptive=False))
+    try:
+        request = runtime.prepare(GenerationRequest('code 9 tells', max_new_tokens=16,
+                                                    ignore_eos=True))
+        assert list(runtime.controller.generate(request))[-1].stats.drafted > 0
+    finally:
+        runtime.close()
+    capsys.readouterr()
+    assert run(full_bundle, work, prompts('train.jsonl', 4), prompts('eval.jsonl', 1),
+               '--kind', 'causal_lm', '--width', '16', '--layers', '1') == 0
+    assert 'is there already' in capsys.readouterr().out

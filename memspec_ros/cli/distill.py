@@ -354,7 +354,8 @@ class _Job:
             'batch': str(arguments.batch), 'training_tokens': str(lessons.output_tokens),
             'continued_from': BASE if start is not None else '',
             'agreement': json.dumps([{domain: round(value, 4) for domain, value in row.items()}
-                                     for row in scores])})
+                                     for row in scores])},
+            tokenizer=self.bundle.tokenizer_path)
         state_path.unlink(missing_ok=True)
         if scores:
             print(f'  {name}, held out: ' + ', '.join(

@@ -17,6 +17,19 @@ if TYPE_CHECKING:
 
 def add_runtime_options(parser: argparse.ArgumentParser) -> None:
     """What decides how a bundle is run; the names are those of the node's parameters."""
+    add_engine_options(parser)
+    # The defaults are those that it sets.
+    parser.add_argument('--cache-capacity', type=int, metavar='K',
+                        help='most drafts in memory (default: %(default)s)')
+    parser.add_argument('--scheduling-interval', type=int, metavar='N',
+                        help='iterations between rankings (default: %(default)s)')
+    parser.add_argument('--policy', help='how drafts are scheduled')
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """Those of them that say nothing of how drafts are scheduled."""
+    # Those that do, which ``runtime_options`` wants too where a command does not offer them.
+    parser.set_defaults(cache_capacity=2, scheduling_interval=4, policy='memspec')
     parser.add_argument('--bundle', default='', metavar='DIR',
                         help='model bundle (default: the installed one)')
     parser.add_argument('--device', default='auto', help='auto, cpu, cuda or cuda:N')
@@ -25,16 +38,11 @@ def add_runtime_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--threads', type=int, default=0, help='CPU threads (0: as PyTorch likes)')
     parser.add_argument('--context', type=int, default=2048, metavar='TOKENS',
                         help='most tokens of prompt and output together (default: %(default)s)')
-    parser.add_argument('--cache-capacity', type=int, default=2, metavar='K',
-                        help='most drafts in memory (default: %(default)s)')
-    parser.add_argument('--scheduling-interval', type=int, default=4, metavar='N',
-                        help='iterations between rankings (default: %(default)s)')
     parser.add_argument('--draft-tokens', type=int, default=4, metavar='GAMMA',
                         help='most tokens drafted per iteration, 0: no speculation '
                              '(default: %(default)s)')
     parser.add_argument('--fixed-draft-length', action='store_true',
                         help='always draft that many, whether it pays or not')
-    parser.add_argument('--policy', default='memspec', help='how drafts are scheduled')
 
 
 def runtime_options(arguments: argparse.Namespace) -> RuntimeOptions:
