@@ -35,7 +35,7 @@ def run(bundle, work, train, held_out, *more):
 def drafted_tokens(bundle):
     """Tokens that the bundle's drafts propose in two answers: the first may end before a load."""
     runtime = Runtime.open(bundle, RuntimeOptions(dtype='float32', context=128, max_gamma=3,
-                                                  adaptive=False))
+                                                  adaptive=False, policy='general_static'))
     try:
         drafted = 0
         for _ in range(2):
