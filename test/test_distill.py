@@ -20,7 +20,7 @@ from memspec_ros.training.distill import (
     save_training,
 )
 from memspec_ros.training.lessons import Lessons, TopShape
-from memspec_ros.training.outputs import content_key, OutputRecord
+from memspec_ros.training.outputs import content_key, fill_store, OutputRecord, OutputStore
 from memspec_ros.training.teacher import fingerprint, TeacherStore, write_whole
 from memspec_ros.training.tops import make_top, read_draft, save_draft
 
@@ -83,6 +83,30 @@ def test_lessons_are_made_once_and_read_back(tmp_path, trainable, records, store
     # Another target, other depths: other lessons.
     assert len(TeacherStore(tmp_path, 'other', (1, 2), top=8).missing(records)) == len(records)
     assert len(TeacherStore(tmp_path, 'tiny', (1,), top=8).missing(records)) == len(records)
+
+
+def test_lessons_are_taken_down_while_outputs_are_made(tmp_path, trainable, greedy):
+    """The same as those of a second pass, without it; prompts of all lengths in one batch."""
+    stops = frozenset({greedy(PROMPTS[0], 12)[4]})
+    prompts = [('code', prompt) for prompt in PROMPTS]
+    watched = TeacherStore(tmp_path / 'a', 'tiny', (1, 3, 4), top=8)
+    store = OutputStore(tmp_path / 'outputs.jsonl')
+    fill_store(store, trainable.model, prompts, 12, stops, 8, teacher=watched)
+    records = list(store)
+    assert len({len(record.output_ids) for record in records}) > 1
+    assert watched.missing(records) == []
+    after = TeacherStore(tmp_path / 'b', 'tiny', (1, 3, 4), top=8)
+    after.fill(trainable.model, records)
+    for record in records:
+        one, other = watched.lesson(record), after.lesson(record)
+        assert torch.equal(one.tokens, other.tokens) and len(one.top_ids) == len(one)
+        # Nothing is learned at the last position.
+        assert torch.equal(one.top_ids[:-1, 0], other.top_ids[:-1, 0])
+        assert torch.allclose(one.top_logprobs[:-1].float(), other.top_logprobs[:-1].float(),
+                              atol=1e-2)
+        for depth in (1, 3, 4):
+            assert torch.allclose(one.hidden[depth][:-1].float(),
+                                  other.hidden[depth][:-1].float(), rtol=2e-2, atol=2e-2)
 
 
 def test_a_run_that_is_interrupted_loses_at_most_a_chunk(tmp_path, trainable, records,

@@ -210,7 +210,7 @@ class _Job:
                         [(domain, ids) for domain, ids, n in missing.values() if n == sample],
                         arguments.output_tokens, self.stop_ids, 64, advance,
                         temperature=arguments.temperature if sample else 0.0,
-                        sample=sample, seed=arguments.seed)
+                        sample=sample, seed=arguments.seed, teacher=self.teacher)
         records = {**known, **{record.key: record for record in OutputStore(path)}}
         # Stores given by hand are used whole, also where their prompts are not in the files.
         chosen = dict(known) if training else {}

@@ -10,11 +10,12 @@ most the batch it was in, and a second run over the same prompts does nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 import hashlib
 import json
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -69,6 +70,31 @@ def content_key(prompt_ids: list[int]) -> str:
     return hashlib.sha256(json.dumps(prompt_ids).encode()).hexdigest()[:16]
 
 
+class Observer(Protocol):
+    """Sees a batch being generated."""
+
+    depths: Sequence[int]
+
+    def see(self, rows: Sequence[int], skip: Sequence[int], hidden: Mapping[int, Tensor],
+            logits: Tensor) -> None:
+        """
+        New positions of the prompts ``rows``, without the first ``skip`` of each, its padding.
+
+        hidden: at ``depths`` and after the last layer, [B, T, H]; logits [B, V]
+        of the last position.
+        """
+
+
+class Teacher(Protocol):
+    """Keeps what an Observer saw."""
+
+    def observer(self, target: Llama, count: int) -> Observer:
+        """For a batch of ``count`` prompts."""
+
+    def keep(self, records: Sequence[OutputRecord], observer: Observer) -> None:
+        """Lessons of a batch, in the order of its prompts."""
+
+
 class OutputStore:
     """Append-only JSON-lines file of OutputRecord."""
 
@@ -100,11 +126,13 @@ class OutputStore:
 @torch.inference_mode()
 def generate_batch(target: Llama, prompts: list[list[int]], max_new_tokens: int,
                    stop_ids: frozenset[int], temperature: float = 0.0,
-                   generator: torch.Generator | None = None) -> list[list[int]]:
+                   generator: torch.Generator | None = None,
+                   observer: Observer | None = None) -> list[list[int]]:
     """
     Outputs of several prompts at once, each ending with its stop token if it stopped.
 
     Greedy, or sampled at ``temperature`` with ``generator`` (a CPU one).
+    ``observer`` is shown all that the target computes on the way.
 
     Prompts are padded on the left, so that all rows decode at the same buffer
     position; a row's rotary positions start at its first real token. Rows that
@@ -121,14 +149,20 @@ def generate_batch(target: Llama, prompts: list[list[int]], max_new_tokens: int,
     rows = list(range(len(prompts)))
     ended: set[int] = set()
     outputs: list[list[int]] = [[] for _ in prompts]
+    edges = sorted({0, config.layers, *(observer.depths if observer else ())})
     start = 0
     while rows:
         end = start + tokens.shape[1]
         steps = torch.arange(start, end, device=device)
         rope = target.rope.gather((steps - pad[:, None]).clamp(min=0))
-        hidden = target.run_layers(target.embed(tokens), 0, config.layers, keys, values, start,
-                                   rope, _padded_mask(steps, end, pad))
+        mask = _padded_mask(steps, end, pad)
+        hidden, seen = target.embed(tokens), {}
+        for first, last in zip(edges, edges[1:]):
+            hidden = seen[last] = target.run_layers(hidden, first, last, keys, values, start,
+                                                    rope, mask)
         logits = target.logits(hidden[:, -1])
+        if observer:
+            observer.see(rows, [max(0, int(p) - start) for p in pad], seen, logits)
         if temperature:
             chances = torch.rand(logits.shape, generator=generator).clamp_(1e-9, 1 - 1e-7)
             logits = logits / temperature - (-chances.log()).log().to(device)  # Gumbel noise
@@ -172,12 +206,13 @@ def _cut(output: list[int], stop_ids: frozenset[int], limit: int) -> list[int]:
 def fill_store(store: OutputStore, target: Llama, prompts: Iterable[tuple[str, list[int]]],
                max_new_tokens: int, stop_ids: frozenset[int], batch_size: int,
                report: Callable[[int, int], None] | None = None, temperature: float = 0.0,
-               sample: int = 0, seed: int = 0) -> None:
+               sample: int = 0, seed: int = 0, teacher: Teacher | None = None) -> None:
     """
     Generate what the store lacks for ``prompts`` (domain, prompt ids).
 
     Greedy outputs are ``sample`` 0; further ones of a prompt have a number, in
-    their key too, and are sampled at ``temperature``.
+    their key too, and are sampled at ``temperature``. ``teacher`` keeps lessons
+    of the outputs as they are made: a second pass costs as much again.
 
     Prompts of like length are batched together, since padding is work thrown
     away. ``report`` is called with (prompts done, prompts in all).
@@ -196,10 +231,14 @@ def fill_store(store: OutputStore, target: Llama, prompts: Iterable[tuple[str, l
     for batch in batches:
         generator = torch.Generator().manual_seed(
             int(hashlib.sha256(f'{seed} {batch[0][0]}'.encode()).hexdigest()[:15], 16))
+        observer = teacher.observer(target, len(batch)) if teacher else None
         outputs = generate_batch(target, [ids for _, (_, ids) in batch], max_new_tokens, stop_ids,
-                                 temperature, generator)
-        store.append(OutputRecord(key, domain, ids, output)
-                     for (key, (domain, ids)), output in zip(batch, outputs))
+                                 temperature, generator, observer)
+        records = [OutputRecord(key, domain, ids, output)
+                   for (key, (domain, ids)), output in zip(batch, outputs)]
+        store.append(records)
+        if teacher:
+            teacher.keep(records, observer)
         done += len(batch)
         if report:
             report(done, len(order))

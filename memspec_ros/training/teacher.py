@@ -10,7 +10,7 @@ the chunk it was in. Training then needs the target no more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 import errno
 import hashlib
@@ -22,6 +22,7 @@ from safetensors import safe_open, SafetensorError
 from safetensors.torch import save_file
 import torch
 from torch import Tensor
+import torch.nn.functional as F
 
 from ..models.errors import MemSpecError
 from ..models.llama import causal_mask, Llama, run_layer_uncached
@@ -115,6 +116,18 @@ class TeacherStore:
                       chunk['top_logprobs'][start:end],
                       {depth: chunk[f'hidden.{depth}'][start:end] for depth in self.depths})
 
+    def observer(self, target: Llama, count: int) -> LessonObserver:
+        """To watch a batch of ``count`` prompts being answered."""
+        return LessonObserver(target, self.depths, self.top, count)
+
+    def keep(self, records: Sequence[OutputRecord], observer: LessonObserver) -> None:
+        """Lessons of a batch that was watched, in the order of its prompts."""
+        new = [index for index, record in enumerate(records) if record.key not in self._places]
+        if new:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._write([records[index] for index in new], _joined(
+                [observer.lesson(index, records[index]) for index in new]))
+
     def _index(self, path: Path) -> None:
         try:
             with safe_open(path, 'pt') as file:
@@ -127,7 +140,7 @@ class TeacherStore:
     @torch.inference_mode()
     def think(self, target: Llama, records: Sequence[OutputRecord]) -> dict[str, Tensor]:
         """The tensors of a chunk; ``edges`` are where its records begin and the last ends."""
-        parts: dict[str, list[Tensor]] = {}
+        lessons = []
         for first in range(0, len(records), _BATCH):
             rows = [record.prompt_ids + record.output_ids
                     for record in records[first:first + _BATCH]]
@@ -142,22 +155,73 @@ class TeacherStore:
                 if depth in self.depths:
                     hidden[depth] = x
             for index, row in enumerate(rows):
-                logits = target.logits(x[index, :len(row)])
-                best, ids = logits.topk(min(self.top, logits.shape[1]))
-                best = best - logits.logsumexp(-1, keepdim=True)
-                made = {'tokens': tokens[index, :len(row)].int(), 'top_ids': ids.int(),
-                        'top_logprobs': best.half()}
-                made |= {f'hidden.{depth}': states[index, :len(row)].to(torch.bfloat16)
-                         for depth, states in hidden.items()}
-                for name, tensor in made.items():
-                    parts.setdefault(name, []).append(tensor.cpu())
-        edges = torch.tensor([0, *(len(part) for part in parts['tokens'])]).cumsum(0)
-        return {'edges': edges, **{name: torch.cat(rows) for name, rows in parts.items()}}
+                best, ids = _likeliest(target.logits(x[index, :len(row)]), self.top)
+                lessons.append({'tokens': tokens[index, :len(row)].int().cpu(), 'top_ids': ids,
+                                'top_logprobs': best,
+                                **{f'hidden.{depth}': _kept(states[index, :len(row)])
+                                   for depth, states in hidden.items()}})
+        return _joined(lessons)
 
     def _write(self, records: Sequence[OutputRecord], tensors: dict[str, Tensor]) -> None:
         path = self.directory / f'{records[0].key}-{len(records)}.safetensors'
         write_whole(path, tensors, {'keys': json.dumps([record.key for record in records])})
         self._index(path)
+
+
+class LessonObserver:
+    """Takes lessons down while a batch is generated; see ``outputs.Observer``."""
+
+    def __init__(self, target: Llama, depths: Sequence[int], top: int, count: int):
+        self.depths = depths
+        self._target = target
+        self._last = target.config.layers
+        self._top = top
+        self._parts: list[dict[str, list[Tensor]]] = [{} for _ in range(count)]
+
+    def see(self, rows: Sequence[int], skip: Sequence[int], hidden: Mapping[int, Tensor],
+            logits: Tensor) -> None:
+        new = logits[:, None] if hidden[self._last].shape[1] == 1 else None
+        if new is not None:
+            best, ids = _likeliest(new, self._top)
+            states = {depth: _kept(hidden[depth]) for depth in self.depths}
+        for index, (row, first) in enumerate(zip(rows, skip)):
+            if new is None:  # a prompt: one after another, all logits at once would be gigabytes
+                row_best, row_ids = _likeliest(
+                    self._target.logits(hidden[self._last][index, first:]), self._top)
+                row_states = {depth: _kept(hidden[depth][index, first:]) for depth in self.depths}
+            else:
+                row_best, row_ids = best[index], ids[index]
+                row_states = {depth: state[index] for depth, state in states.items()}
+            part = self._parts[row]
+            for name, tensor in (('top_logprobs', row_best), ('top_ids', row_ids),
+                                 *((f'hidden.{d}', state) for d, state in row_states.items())):
+                part.setdefault(name, []).append(tensor)
+
+    def lesson(self, index: int, record: OutputRecord) -> dict[str, Tensor]:
+        """Tensors of the lesson of one prompt of the batch."""
+        tokens = torch.tensor(record.prompt_ids + record.output_ids, dtype=torch.int32)
+        tensors = {name: torch.cat(parts)[:len(tokens)]
+                   for name, parts in self._parts[index].items()}
+        # The last token was not run: nothing is learned from what follows it, nor reads it.
+        return {'tokens': tokens, **{
+            name: F.pad(tensor, (0, 0, 0, len(tokens) - len(tensor)))
+            for name, tensor in tensors.items()}}
+
+
+def _likeliest(logits: Tensor, top: int) -> tuple[Tensor, Tensor]:
+    """Log-probabilities (float16) and ids (int32) of the ``top`` likeliest tokens [..., top]."""
+    best, ids = logits.topk(min(top, logits.shape[-1]))
+    return (best - logits.logsumexp(-1, keepdim=True)).half().cpu(), ids.int().cpu()
+
+
+def _kept(states: Tensor) -> Tensor:
+    return states.to('cpu', torch.bfloat16, copy=True)
+
+
+def _joined(lessons: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    edges = torch.tensor([0, *(len(lesson['tokens']) for lesson in lessons)]).cumsum(0)
+    return {'edges': edges, **{name: torch.cat([lesson[name] for lesson in lessons])
+                               for name in lessons[0]}}
 
 
 def positions_per_second(target: Llama, records: Sequence[OutputRecord]) -> float:
