@@ -251,7 +251,8 @@ class MemSpecNode(ResponsiveLifecycleNode):
                         value['memory.min_free_mib'] * MIB)
         return RuntimeOptions(
             device=value['device'], dtype=value['dtype'], context=context, max_gamma=gamma,
-            adaptive=value['draft.adaptive'], policy=value['policy'], threads=value['threads'],
+            adaptive=value['draft.adaptive'], policy=value['policy'], ucb_c=value['ucb.c'],
+            ucb_per_iteration=value['ucb.per_iteration'], threads=value['threads'],
             settings=_LiveSettings(self))
 
     def _activate(self, state) -> object:

@@ -101,7 +101,12 @@ PARAMETERS: tuple[ParameterSpec, ...] = (
        'memory.budget_mib allows.', LIVE, -1, 64),
     _p('scheduling_interval', 4, 'N: draft-verify iterations between rankings of the drafts.',
        LIVE, 1, 1024),
-    _p('policy', 'memspec', 'How drafts are scheduled.', CONFIGURE, choices=POLICY_NAMES),
+    _p('policy', 'memspec', 'How drafts are scheduled: see docs/policies.md.', CONFIGURE,
+       choices=POLICY_NAMES),
+    _p('ucb.c', 1.0, 'Policies ucb_sync, ucb_async: weight of exploration.', CONFIGURE,
+       0.001, 1000.0),
+    _p('ucb.per_iteration', False, 'Policies ucb_sync, ucb_async: choose after every iteration, '
+       'not every scheduling_interval.', CONFIGURE),
     _p('memory.budget_mib', 0, 'Most memory the node may take [MiB]; 0 = no limit but what is '
        'free.', CONFIGURE, 0, 1 << 20),
     _p('memory.min_free_mib', 128, 'Memory to be left free on the machine [MiB].', CONFIGURE,

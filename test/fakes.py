@@ -197,7 +197,7 @@ class ScriptedLoader:
 
     ``script`` gives each draft its loads as (seconds, outcome), outcome being
     'ok', 'corrupt' or the reason of a failure; the last one repeats. Waiting is
-    an error except where ``may_wait``.
+    an error except where ``may_wait``: then it makes the time pass.
     """
 
     def __init__(self, clock: FakeClock, script: Mapping[str, Sequence[tuple[float, str]]],
@@ -240,7 +240,10 @@ class ScriptedLoader:
 
     def wait(self, timeout: float | None = None) -> bool:
         assert self.may_wait, 'waited for a load'
-        return True
+        if self.loading is not None:
+            until = self._due if timeout is None else min(self._due, self.clock() + timeout)
+            self.clock.now = max(self.clock(), until)
+        return self.loading is None or self.clock() >= self._due
 
     def close(self) -> None:
         pass

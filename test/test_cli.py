@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from pathlib import Path
@@ -76,8 +77,9 @@ def test_generate_reads_the_prompt_from_standard_input(bundle):
     assert len(json.loads(done.stdout)['prompt_ids']) > 10
 
 
-@pytest.mark.parametrize('policy', ['memspec', 'prediction_only', 'general_static'])
-@pytest.mark.parametrize('capacity', ['0', '1'])
+@pytest.mark.parametrize('policy, capacity', [
+    *itertools.product(['memspec', 'prediction_only', 'general_static', 'ucb_sync', 'ucb_async',
+                        'hedge'], ['0', '1']), ('ucb_async', '2'), ('hedge', '4')])
 def test_output_does_not_depend_on_how_drafts_are_scheduled(bundle, greedy, capfd, policy,
                                                             capacity):
     assert main(['generate', '--bundle', bundle, '--prompt', PROMPT, '--max-new-tokens', '20',

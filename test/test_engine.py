@@ -231,6 +231,42 @@ def test_a_draft_that_paused_catches_up_and_proposes_as_if_it_had_not(
                 == fresh.propose(engine.state, 5).tokens), name
 
 
+@pytest.mark.parametrize('name', ['near', 'top', 'noise', 'feature', 'embedded', 'lookup'])
+def test_drafts_that_are_only_asked_change_nothing(engine, make_drafter, greedy, name):
+    """A draft goes on as if neither it nor another had been asked in between."""
+    plain, asked = [], []
+    decode(engine, make_drafter(name), PROMPTS[1], 30, 4, records=plain)
+    engine.state.restart([0])
+    drafter, bystander = make_drafter(name), make_drafter('top' if name == 'near' else 'near')
+    list(engine.prefill(PROMPTS[1]))
+    output = []
+    while len(output) < 30:
+        state = engine.state
+        first = engine.ask(drafter, 2)
+        assert len(engine.ask(bystander, 3)) == 3
+        assert engine.ask(drafter, 2) == first
+        assert set(state.kv.lengths) == {state.held} and state.held == len(state.tokens) - 1
+        tokens, record = engine.step(drafter, 4, 30 - len(output), frozenset())
+        output += tokens
+        asked.append(record)
+    assert output == greedy(PROMPTS[1], 30)
+    assert [(r.drafted, r.accepted) for r in asked] == [(r.drafted, r.accepted) for r in plain]
+
+
+def test_asking_keeps_within_the_context_and_reports_a_failure():
+    engine = Engine(FakeTarget(counting), 10, 4, frozenset(), FakeClock())
+    list(engine.prefill([1, 2, 3]))
+    assert engine.ask(FakeDrafter(counting), 9) == [4, 5, 6, 7]
+    list(engine.prefill(list(range(8))))
+    assert engine.ask(FakeDrafter(counting), 4) == [8]
+    for method in ('catch_up', 'propose', 'update'):
+        with pytest.raises(DraftFailure, match=f'{method} failed'):
+            engine.ask(FakeDrafter(counting, trouble={method: 0}), 2)
+        assert engine.state.held == 7
+    list(engine.prefill(list(range(10))))
+    assert engine.ask(FakeDrafter(counting), 4) == []
+
+
 def test_a_cold_draft_warms_over_several_iterations(engine, make_drafter, greedy, monkeypatch):
     monkeypatch.setattr('memspec_ros.decoding.engine.CATCH_UP_ROWS', 10)
     # A prompt this short would otherwise be made up for within two proposals.

@@ -251,9 +251,11 @@ def test_draft_max_tokens_0_is_plain_decoding_with_the_same_output(unconfigured)
     assert plain.token_ids == speculative.token_ids and plain.stats.iterations == 50
 
 
-@pytest.mark.parametrize('policy', ['prediction_only', 'general_static'])
+@pytest.mark.parametrize('policy', ['prediction_only', 'general_static', 'ucb_sync',
+                                    'ucb_async'])
 def test_policy(unconfigured, policy):
-    assert unconfigured.set(policy=policy)[0].successful
+    assert all(result.successful for result in unconfigured.set(
+        policy=policy, draft__copy=False))  # else the lookup steps in where the text repeats
     unconfigured.bring_to('active')
     answer = unconfigured.generate('def add(a, b): solve', max_new_tokens=120)
     assert answer.status.code == Status.LENGTH and answer.stats.drafted_tokens
@@ -262,6 +264,7 @@ def test_policy(unconfigured, policy):
     assert message.prefetches_issued == 0
     if policy == 'general_static':
         assert [count.draft for count in answer.stats.drafts] == ['general']
+    assert unconfigured.set(draft__copy=True)[0].successful
 
 
 # --- at start ---

@@ -23,7 +23,7 @@ from memspec_ros.models.errors import BundleError, MemSpecError
 from memspec_ros.models.ranking_head import RankingHead, read_head, save_head
 from memspec_ros.models.target_files import locate_target
 from memspec_ros.runtime.policies import MemSpecPolicy
-from memspec_ros.runtime.ranking import Acceptance, RankingContext
+from memspec_ros.runtime.ranking import Acceptance, blend, RankingContext
 from memspec_ros.runtime.requests import GenerationRequest
 from memspec_ros.runtime.runtime import Runtime, RuntimeOptions
 from memspec_ros.runtime.trained_ranking import acceptance_of, TrainedRanker
@@ -109,9 +109,26 @@ def test_what_was_accepted_is_blended_in_as_by_the_other_ranker():
     seen = Acceptance()
     for _ in range(6):
         seen.add(StepRecord('near', 'near', 0, 4, 0, 1))
-    scores = dict(ranker.rank(context(acceptance={'near': seen})))
-    assert scores['near'] == pytest.approx(seen.blended(acceptance_of(3.0, 4), 12.0))
-    assert scores['far'] == pytest.approx(acceptance_of(1.5, 4))
+    scores = ranker.rank(context(acceptance={'near': seen}))
+    assert scores == blend(ranker.expected(context()), {'near': seen})
+    assert dict(scores)['far'] < acceptance_of(1.5, 4)  # hard for one, hard for all
+
+
+@pytest.mark.parametrize('interval', [2, 4])
+def test_the_best_draft_is_not_abandoned_where_all_is_hard(interval):
+    """Both are accepted half as often as the head has it; the first is still the better one."""
+    def right_at(share):
+        def guess(prefix):
+            return (prefix[-1] + (1 if len(prefix) * 7 % 20 < 20 * share else 2)) % 256
+        return FakeKind(lambda: FakeDrafter(guess))
+    ranker = TrainedRanker(head_of(width=4, bias=[3.0, 2.2]), [spec('near'), spec('far')])
+    near, far = (0.5 * share for _, share in ranker.expected(context()))
+    bench = Bench({'near': right_at(near), 'far': right_at(far)}, interval=interval,
+                  script={'near': [(0.0, 'ok')], 'far': [(0.3, 'ok')]})
+    bench.controller.policy = MemSpecPolicy(ranker)
+    _, _, last, chunks = bench.run(max_new_tokens=250)
+    assert {chunk.step.draft for chunk in chunks if chunk.step} == {'near'}
+    assert last.stats.acceptance_rate < 0.5 and bench.residency.is_ready('far')
 
 
 @pytest.mark.parametrize('interval', [2, 4])

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from .stats import StepRecord
+from .verification import agreement
 
 # Each observation counts this much less with each later one: within an answer acceptance drifts,
 # and times with the machine's load; what holds from answer to answer is learned more slowly.
@@ -150,20 +151,16 @@ class DraftLength:
         # is the price of a switch, paid once, and says nothing about the steps to come.
         catch_up = min(step.t_catch_up, step.t_draft / step.drafted)
         figures.step_cost.add((step.t_draft + catch_up) / step.drafted)
-        self._judge(figures, step.accepted, step.accepted < step.drafted)
+        self._judge(figures, step.accepted, step.judged)
 
     def overhear(self, draft: str, proposal: Sequence[int], emitted: Sequence[int]) -> None:
         """Learn what a draft that was not asked would have had accepted: no more than emitted."""
-        right = 0
-        while right < min(len(proposal), len(emitted)) and proposal[right] == emitted[right]:
-            right += 1
-        self._judge(self._drafts.setdefault(draft, _DraftFigures()), right,
-                    right < min(len(proposal), len(emitted)))
+        self._judge(self._drafts.setdefault(draft, _DraftFigures()),
+                    *agreement(proposal, emitted))
 
     @staticmethod
-    def _judge(figures: _DraftFigures, accepted: int, rejected: bool) -> None:
-        """``accepted`` tokens were right, and then one wrong where ``rejected``."""
-        judged = accepted + rejected
+    def _judge(figures: _DraftFigures, accepted: int, judged: int) -> None:
+        """``accepted`` tokens were right, and one more wrong where so many were ``judged``."""
         figures.by_depth += [_Mean(memory=_LONG_MEMORY)
                              for _ in range(judged - len(figures.by_depth))]
         figures.now += [_Mean() for _ in range(judged - len(figures.now))]

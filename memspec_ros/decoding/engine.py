@@ -63,6 +63,23 @@ class Engine:
             state.hold(state.held + len(rows))
             yield state.held
 
+    def ask(self, drafter: Drafter, gamma: int) -> list[int]:
+        """
+        What a draft would propose now, at most ``gamma`` tokens; nothing is verified.
+
+        It catches up first, as far as one iteration lets it. Raises DraftFailure.
+        """
+        state = self.state
+        gamma = min(gamma, self.max_gamma, self.context - len(state.tokens) - 1)
+        try:
+            proposal = self._propose(drafter, max(0, gamma))[0]
+            drafter.update(state, 0)
+        except Exception as error:
+            raise DraftFailure(str(error) or type(error).__name__) from error
+        finally:
+            state.hold(len(state.tokens) - 1)
+        return proposal.tokens
+
     def step(self, drafter: Drafter | None, gamma: int, limit: int,
              stop_ids: frozenset[int]) -> tuple[list[int], StepRecord]:
         """
@@ -79,10 +96,7 @@ class Engine:
         proposal = Proposal([])
         if drafter is not None and gamma > 0:
             try:
-                if drafter.lag(state) > drafter.rows_with_proposal:
-                    drafter.catch_up(state, CATCH_UP_ROWS)
-                caught_up = self.clock()
-                proposal = drafter.propose(state, gamma)
+                proposal, caught_up = self._propose(drafter, gamma)
             except Exception as error:
                 state.hold(position - 1)
                 raise DraftFailure(str(error) or type(error).__name__) from error
@@ -104,6 +118,13 @@ class Engine:
             accepted=accepted, emitted=len(tokens),
             t_catch_up=caught_up - start, t_draft=drafted - caught_up, t_verify=end - drafted,
             duration=end - start, draft_error=draft_error)
+
+    def _propose(self, drafter: Drafter, gamma: int) -> tuple[Proposal, float]:
+        """Let a draft catch up and propose; also says when it had caught up."""
+        if drafter.lag(self.state) > drafter.rows_with_proposal:
+            drafter.catch_up(self.state, CATCH_UP_ROWS)
+        caught_up = self.clock()
+        return drafter.propose(self.state, gamma), caught_up
 
 
 def _cut(tokens: list[int], limit: int, stop_ids: frozenset[int]) -> list[int]:

@@ -21,7 +21,8 @@ class StepRecord:
     draft: id of the draft used, '' for none. desired: the draft the policy
     wanted. position: committed tokens before the iteration. drafted: tokens
     proposed. accepted: those of them the target agreed with (and that were
-    emitted). emitted: tokens committed, the target's own included. draft_error:
+    emitted). emitted: tokens committed, the target's own included. copied: a
+    draft that copies stepped in for the one the policy had chosen. draft_error:
     why the draft is not to be asked again, '' if it is well.
     """
 
@@ -37,7 +38,13 @@ class StepRecord:
     t_predict: float = 0.0
     t_wait: float = 0.0
     duration: float = 0.0
+    copied: bool = False
     draft_error: str = ''
+
+    @property
+    def judged(self) -> int:
+        """Drafted tokens that were judged: none is after the first rejected one."""
+        return self.accepted + (self.accepted < self.drafted)
 
     @property
     def rows(self) -> int:

@@ -22,3 +22,16 @@ def verify_greedy(logits: Tensor, drafted: Sequence[int]) -> tuple[int, list[int
     while accepted < len(drafted) and drafted[accepted] == choices[accepted]:
         accepted += 1
     return accepted, [*drafted[:accepted], choices[accepted]]
+
+
+def agreement(proposal: Sequence[int], emitted: Sequence[int]) -> tuple[int, int]:
+    """
+    (accepted, judged) of a proposal that was not verified, but could have led to ``emitted``.
+
+    No more is judged than was emitted, and nothing after the first wrong token.
+    """
+    count = min(len(proposal), len(emitted))
+    accepted = 0
+    while accepted < count and proposal[accepted] == emitted[accepted]:
+        accepted += 1
+    return accepted, accepted + (accepted < count)

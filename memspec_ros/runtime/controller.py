@@ -4,20 +4,21 @@ The MemSpec controller (Algorithm 3): rank, prefetch, decode with the best draft
 
 Every N iterations the policy ranks the drafts, the residency steers towards the
 ranking in the background, and the best-ranked draft that is READY goes on.
-Nothing here ever waits for a load.
+Nothing here ever waits for a load, unless the policy asks for just that.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 import logging
 
 from ..decoding.draft_length import DraftLength
 from ..decoding.engine import CATCH_UP_ROWS, DraftFailure, Engine
 from ..decoding.output import OutputStream
 from ..decoding.stats import GenerationStats, StepRecord
+from ..decoding.verification import agreement
 from ..models.drafts import Drafter
 from ..models.tokenizer import Tokenizer
 from .policies import Plan, Policy
@@ -32,6 +33,8 @@ RECENT_TOKENS = 32
 KEPT_STEPS = 1024
 # Shorter repetitions are chance: two tokens in a row are often followed by another third.
 LEAST_MATCH = 3
+# Who waits for a load looks at cancellation and deadline this often, in seconds.
+_WAIT_SLICE_SEC = 0.02
 
 
 @dataclass
@@ -55,6 +58,7 @@ class _Turn:
     """The state of one request while it runs."""
 
     request: PreparedRequest
+    cancelled: Callable[[], bool]
     context: RankingContext
     stats: GenerationStats
     output: OutputStream
@@ -67,8 +71,12 @@ class _Turn:
     warming: str = ''
     # A copier that was not asked this time, and what it would have said.
     overheard: tuple[str, list[int]] | None = None
+    # What other drafts proposed (Plan.probe), and after how many output tokens.
+    probes: dict[str, list[int]] = field(default_factory=dict)
+    probed_at: int = 0
     t_predict: float = 0.0
     t_warm: float = 0.0
+    t_wait: float = 0.0
     first_token_at: float | None = None
     last_token_at: float | None = None
 
@@ -105,26 +113,27 @@ class Controller:
         the chunks of the prefill. Faults of the engine end the request
         (OUT_OF_MEMORY, INTERNAL), not the controller.
         """
-        turn = self._turn(request)
+        turn = self._turn(request, cancelled)
         seq = 0
         finish, message = None, ''
         try:
             # Looked at first: a request that was given up in the queue must not cost the next one
             # its cached prompt.
-            finish = self._interruption(request, cancelled)
+            finish = self._interruption(turn)
             if finish is None:
                 self._begin(turn)
-                finish = self._prefill(turn, cancelled)
+                finish = self._prefill(turn)
             before = self.clock()
             turn.stats.prefill_sec = before - turn.started
             while finish is None:
-                finish = self._interruption(request, cancelled)
+                finish = self._interruption(turn)
                 if finish is not None:
                     break
                 step, chunk = self._iterate(turn, seq)
                 finish = self._end(turn, chunk)
                 now = self.clock()
-                between = now - before - step.duration - turn.t_predict - turn.t_warm
+                between = (now - before - step.duration - turn.t_predict - turn.t_warm
+                           - turn.t_wait)
                 self._count(turn, step, between, now)
                 before = now
                 if finish is None:
@@ -147,10 +156,10 @@ class Controller:
         self.engine.state.restart([0])
         self.engine.state.hold(0)
 
-    def _turn(self, request: PreparedRequest) -> _Turn:
+    def _turn(self, request: PreparedRequest, cancelled: Callable[[], bool]) -> _Turn:
         started, counters = self.clock(), self.residency.counters
         return _Turn(
-            request, RankingContext(request.prompt_ids, request.prompt_text),
+            request, cancelled, RankingContext(request.prompt_ids, request.prompt_text),
             GenerationStats(prompt_tokens=len(request.prompt_ids),
                             queue_sec=started - request.accepted_at),
             OutputStream(self.tokenizer.decode, request.stop),
@@ -161,23 +170,24 @@ class Controller:
         self.draft_length.begin()
         self._schedule(turn, first=True)
 
-    def _prefill(self, turn: _Turn, cancelled: Callable[[], bool]) -> Finish | None:
+    def _prefill(self, turn: _Turn) -> Finish | None:
         """Run the prompt while the first draft loads; None when ready to decode."""
         chunks = self.engine.prefill(turn.request.prompt_ids)
         turn.stats.cached_tokens = kept = next(chunks)
         for drafter in self.residency.drafters():
             drafter.restart(kept)
-        finish = self._interruption(turn.request, cancelled)
+        finish = self._interruption(turn)
         while finish is None and next(chunks, None) is not None:
             self.residency.poll()
-            finish = self._interruption(turn.request, cancelled)
+            finish = self._interruption(turn)
         return finish
 
     def _iterate(self, turn: _Turn, seq: int) -> tuple[StepRecord, Chunk]:
         """One iteration of Algorithm 3 and the chunk it makes."""
-        turn.t_predict = turn.t_warm = 0.0
+        turn.t_predict = turn.t_warm = turn.t_wait = 0.0
         loaded = self.residency.poll()
-        at_boundary = turn.stats.iterations % max(1, self.settings.scheduling_interval) == 0
+        interval = self.policy.interval or max(1, self.settings.scheduling_interval)
+        at_boundary = turn.stats.iterations % interval == 0
         if at_boundary or (loaded and not self.residency.is_ready(turn.active)):
             self._schedule(turn, first=False)
         self._warm(turn)
@@ -197,7 +207,8 @@ class Controller:
         step.desired = turn.plan.desired
         if copied and turn.active == step.desired:
             step.desired = draft  # the wanted draft was there: copying was better still
-        step.t_predict = turn.t_predict
+        step.copied = copied and drafter is not None
+        step.t_predict, step.t_wait = turn.t_predict, turn.t_wait
         # What a copier has accepted where it found a match says nothing of where it does not.
         if drafter is not None and min(gamma, limit - 1) > 0 and not cold and not copied:
             turn.context.acceptance.setdefault(step.draft, Acceptance()).add(step)
@@ -209,6 +220,7 @@ class Controller:
         text, taken = turn.output.add(tokens)
         # A stop string within the block: what comes after it was never part of the answer.
         step.emitted, step.accepted = taken, min(step.accepted, taken)
+        self.policy.observe(step)
         chunk = Chunk(seq, text, tokens[:taken], step.draft if step.drafted else '', step=step)
         return step, chunk
 
@@ -239,21 +251,66 @@ class Controller:
 
     def _schedule(self, turn: _Turn, first: bool) -> None:
         """Interval boundary: rank (Algorithm 1), steer residency (2), choose the draft (3)."""
-        start = self.clock()
-        state, context = self.engine.state, turn.context
-        if not first:
-            context.recent = turn.output.token_ids[-RECENT_TOKENS:]
-            context.recent_text = self.tokenizer.decode(context.recent)
-            context.hidden = state.last_hidden
-        turn.plan = plan = self.policy.plan(context) if self.settings.speculate else Plan([])
+        start, waited = self.clock(), turn.t_wait
+        self._judge_probes(turn)
+        self._look(turn, first)
+        turn.plan = plan = (self.policy.plan(turn.context) if self.settings.speculate
+                            else Plan([]))
         if self.settings.cache_capacity != self.residency.capacity:
             self.residency.set_capacity(self.settings.cache_capacity, turn.active or None)
         if self.settings.speculate:
             self._replace_only_resident(turn, plan)
             self.residency.update(plan.ranked, turn.active or None, plan.working_set,
                                   plan.prefetch)
+        if plan.wait and not first:  # the first load has the time of the prefill
+            self._await(turn, plan)
         self._choose(turn, plan, first)
-        turn.t_predict += self.clock() - start
+        if plan.probe and not first:
+            self._probe(turn, plan)
+        turn.t_predict += self.clock() - start - (turn.t_wait - waited)
+
+    def _look(self, turn: _Turn, first: bool) -> None:
+        """Bring what a policy may look at up to date."""
+        context, output = turn.context, turn.output.token_ids
+        context.position = len(turn.request.prompt_ids) + len(output)
+        context.remaining = turn.request.max_new_tokens - len(output)
+        context.active, context.ready = turn.active, frozenset(self.residency.ready)
+        context.loading = self.residency.loading or ''
+        if not first:
+            context.recent = output[-RECENT_TOKENS:]
+            context.recent_text = self.tokenizer.decode(context.recent)
+            context.hidden = self.engine.state.last_hidden
+
+    def _await(self, turn: _Turn, plan: Plan) -> None:
+        """Wait for the desired draft while loads are in flight, and nobody gives the answer up."""
+        start = self.clock()
+        while (not self.residency.is_ready(plan.desired) and self.residency.loading is not None
+               and self._interruption(turn) is None):
+            self.residency.wait(_WAIT_SLICE_SEC)
+            if self.residency.poll() and not self.residency.is_ready(plan.desired):
+                # Another one's load was in the way, or this one failed: on to the next.
+                self.residency.update(plan.ranked, turn.active or None, plan.working_set,
+                                      plan.prefetch)
+        turn.t_wait += self.clock() - start
+
+    def _probe(self, turn: _Turn, plan: Plan) -> None:
+        """Ask the READY drafts that are not to draft, for a policy that compares them all."""
+        turn.probed_at = len(turn.output.token_ids)
+        for draft in plan.preferred:
+            drafter = self.residency.drafter(draft)
+            if drafter is None or draft == turn.active:
+                continue
+            try:
+                turn.probes[draft] = self.engine.ask(drafter, plan.probe)
+            except DraftFailure as failure:
+                self._give_up(turn, draft, str(failure))
+
+    def _judge_probes(self, turn: _Turn) -> None:
+        """Hold what was proposed at the last boundary against what was emitted since."""
+        emitted = turn.output.token_ids[turn.probed_at:]
+        for draft, proposal in turn.probes.items():
+            self.policy.overhear(draft, *agreement(proposal, emitted))
+        turn.probes = {}
 
     def _choose(self, turn: _Turn, plan: Plan, first: bool) -> None:
         """
@@ -262,7 +319,7 @@ class Controller:
         If none is warm, the best READY one: it warms over the next iterations.
         """
         turn.warming, chosen = '', None
-        for draft, _ in plan.ranked:
+        for draft in plan.preferred:
             drafter = self.residency.drafter(draft)
             if drafter is None:
                 continue
@@ -301,7 +358,8 @@ class Controller:
         """
         K = 1: give up the active draft if what remains to be written repays the gap.
 
-        While its successor loads, a slot-free draft or plain decoding goes on.
+        Or where the policy insists (Plan.replace). While the successor loads, a
+        slot-free draft or plain decoding goes on.
         """
         active = turn.active
         if self.residency.capacity != 1 or active not in self.residency.resident:
@@ -312,18 +370,19 @@ class Controller:
         if wanted == active or active not in scores:
             return
         gamma = max(1, self.draft_length.max_gamma)
-        now, then = (_tokens_per_iteration(scores[d], gamma) for d in (active, wanted))
+        now, then = (_tokens_per_iteration(min(1.0, scores[d]), gamma)
+                     for d in (active, wanted))
         remaining = turn.request.max_new_tokens - len(turn.output.token_ids)
         step_sec = self.draft_length.verify_cost(gamma + 1)
         bridged = self.residency.estimated_load_sec(wanted) / step_sec
         # In iterations: saved by the better draft, lost while nothing (worth one token) bridges.
-        if remaining / now - remaining / then > bridged * (now - 1) / now:
+        if plan.replace or remaining / now - remaining / then > bridged * (now - 1) / now:
             self.residency.release(active)
             turn.active = ''
 
-    def _interruption(self, request: PreparedRequest,
-                      cancelled: Callable[[], bool]) -> Finish | None:
-        if cancelled():
+    def _interruption(self, turn: _Turn) -> Finish | None:
+        request = turn.request
+        if turn.cancelled():
             return Finish.CANCELED
         if request.timeout_sec and self.clock() - request.accepted_at >= request.timeout_sec:
             return Finish.TIMEOUT

@@ -47,7 +47,7 @@ class FileStore:
 
 
 class Loader(Protocol):
-    """One load in flight; the caller polls, nothing ever waits."""
+    """One load in flight; the caller polls."""
 
     loading: str | None
     bytes_read: int
@@ -62,7 +62,11 @@ class Loader(Protocol):
         """Give up the load in flight; its end is still to be polled."""
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Block until no load is in flight or its end can be polled; never while decoding."""
+        """
+        Block until no load is in flight or its end can be polled.
+
+        While decoding, only for a policy that asks for it (Plan.wait).
+        """
 
     def close(self) -> None:
         """End the background work."""

@@ -125,6 +125,11 @@ class Residency:
         return [draft for draft, slot in self._slots.items() if self._holds_slot(slot)]
 
     @property
+    def ready(self) -> list[str]:
+        """Drafts that can propose now, slot-free ones included."""
+        return [draft for draft, slot in self._slots.items() if slot.state is SlotState.READY]
+
+    @property
     def slot_free(self) -> list[str]:
         """Drafts that need no slot: there at any time, whatever K is."""
         return [draft for draft, slot in self._slots.items() if slot.kind.slot_free]
@@ -162,6 +167,10 @@ class Residency:
             else:
                 self._attach(result.draft, slot, result.tensors)
         return True
+
+    def wait(self, timeout: float) -> None:
+        """Block until the load in flight can be polled, at most ``timeout`` seconds."""
+        self._loader.wait(timeout)
 
     def update(self, ranked: Ranked, active: str | None, working_set: int | None = None,
                prefetch: bool = True) -> None:

@@ -46,6 +46,8 @@ class RuntimeOptions:
     max_gamma: int = 4
     adaptive: bool = True
     policy: str = 'memspec'
+    ucb_c: float = 1.0
+    ucb_per_iteration: bool = False
     generic_target: bool = False
     threads: int = 0
     settings: Settings = field(default_factory=Settings)
@@ -147,7 +149,8 @@ class Runtime:
         if bundle.ranker_file is not None:
             tell('loading the ranker', 0.85)
         ranker = make_ranker(bundle.ranker, drafts, bundle, target)
-        policy = make_policy(options.policy, drafts, ranker)
+        policy = make_policy(options.policy, drafts, ranker, options.ucb_c,
+                             options.ucb_per_iteration)
         draft_length = DraftLength(options.max_gamma, options.adaptive)
         loader = ThreadLoader(store)
         residency = Residency(kinds, loader, options.settings.cache_capacity, clock,

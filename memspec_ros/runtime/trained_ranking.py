@@ -26,18 +26,16 @@ from ..models.encoder import (
 from ..models.errors import BundleError, UnsupportedModelError
 from ..models.ranking_head import RankingHead, read_head
 from ..models.target import Target
-from .ranking import Acceptance, Ranker, RankingContext, UNKNOWN_ACCEPTANCE
+from .ranking import Ranker, RankingContext, UNKNOWN_ACCEPTANCE
 
 
 class TrainedRanker(Ranker):
     """
-    Predicts each draft's acceptance, and blends in what was accepted.
+    Predicts each draft's acceptance.
 
     Drafts the head was not trained with (a prompt lookup, say) keep the mean of
     the manifest's figures.
     """
-
-    PRIOR_WEIGHT = 12.0
 
     def __init__(self, head: RankingHead, drafts: Sequence[DraftSpec],
                  encoder: SentenceEncoder | None = None):
@@ -51,12 +49,10 @@ class TrainedRanker(Ranker):
         if self._encoder is not None:
             self._prompt = self._encoder.encode([context.prompt_text], PROMPT_TOKENS)[0]
 
-    def rank(self, context: RankingContext) -> list[tuple[str, float]]:
+    def expected(self, context: RankingContext) -> list[tuple[str, float]]:
         predicted = self.predicted(context)
-        scored = [(spec.id, context.acceptance.get(spec.id, Acceptance()).blended(
-            predicted.get(spec.id, _manifest_acceptance(spec)), self.PRIOR_WEIGHT))
-            for spec in self._drafts]
-        return sorted(scored, key=lambda item: -item[1])
+        return [(spec.id, predicted.get(spec.id, _manifest_acceptance(spec)))
+                for spec in self._drafts]
 
     def predicted(self, context: RankingContext) -> dict[str, float]:
         """Acceptance per judged token that the head expects, by draft."""
