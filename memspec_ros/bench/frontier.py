@@ -113,7 +113,7 @@ def measure(prompts: Path, bundle: str, more: Sequence[str], options: RuntimeOpt
             'prompts_sha256': hashlib.sha256(prompts.read_bytes()).hexdigest(),
             'max_draft_tokens': options.max_gamma, 'adaptive_draft_length': options.adaptive,
             'dtype': str(contest.target.dtype), 'device': str(contest.target.device),
-            'processor': _processor(), 'torch': torch.__version__,
+            'processor': processor(), 'torch': torch.__version__,
             'torch_threads': torch.get_num_threads()}
     finally:
         contest.close()
@@ -357,7 +357,7 @@ def _point(entrant: _Entrant, contest: _Contest, score: _Score, plain: _Score,
         'outputs_differing_from_plain': score.differing}
 
 
-def _processor() -> str:
+def processor() -> str:
     """Model name of the CPU, '' where the system does not say."""
     try:
         lines = Path('/proc/cpuinfo').read_text().splitlines()

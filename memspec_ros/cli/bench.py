@@ -7,6 +7,7 @@ import argparse
 from pathlib import Path
 
 from ..models.errors import InvalidRequestError
+from . import bench_replay
 from .options import (
     add_engine_options,
     add_json_option,
@@ -46,6 +47,7 @@ def register(commands) -> None:
     add_engine_options(frontier)
     add_json_option(frontier)
     frontier.set_defaults(run=run_frontier)
+    bench_replay.register(suites)
 
 
 def run_quick(arguments: argparse.Namespace) -> int:

@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""
+What stands in for models, storage and time in a replay.
+
+A target that knows its output from a trace, drafts that propose what the trace
+says they would have proposed, a loader: all take the time a cost profile says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..decoding.engine import Engine, PREFILL_CHUNK
+from ..models.bundle import DraftSpec
+from ..models.drafts import Drafter, DraftKind, KINDS
+from ..models.drafts.causal_lm import CausalLMDrafter
+from ..models.drafts.feature import FeatureDrafter
+from ..models.drafts.prompt_lookup import PromptLookupDrafter
+from ..models.drafts.shared_layers import SharedLayersDrafter
+from ..models.state import DecodeState, Proposal
+from ..models.target import Target
+from ..runtime.loader import LoadResult
+from ..runtime.ranking import Ranker, RankingContext
+from ..training.trace_store import Trace
+from .profile import CostProfile
+
+# What a draft proposes where it was wrong, and what the target says beyond the end of the output.
+_WRONG, _BEYOND = -1, -2
+_ROWS_WITH_PROPOSAL = {'causal_lm': CausalLMDrafter.rows_with_proposal,
+                       'feature': FeatureDrafter.rows_with_proposal,
+                       'shared_layers': SharedLayersDrafter.rows_with_proposal}
+
+
+class VirtualClock:
+    """Time that passes only where something takes it; whole nanoseconds, so that it adds up."""
+
+    def __init__(self) -> None:
+        self.ns = 0
+
+    def __call__(self) -> float:
+        return self.ns / 1e9
+
+    def advance(self, ms: float) -> None:
+        self.ns += _ns(ms)
+
+
+def _ns(ms: float) -> int:
+    return round(ms * 1e6)
+
+
+class VirtualLoader:
+    """A Loader whose loads take ``load_ms``, one at a time."""
+
+    def __init__(self, clock: VirtualClock, load_ms: Mapping[str, float]):
+        self.loading: str | None = None
+        self.bytes_read = 0
+        self._clock = clock
+        self._load_ms = load_ms
+        self._due = 0
+        self._cancelled = False
+
+    def start(self, draft: str) -> None:
+        if self.loading is not None:
+            raise RuntimeError(f'{self.loading} is being loaded')
+        self.loading, self._cancelled = draft, False
+        self._due = self._clock.ns + _ns(self._load_ms[draft])
+
+    def poll(self) -> LoadResult | None:
+        if self.loading is None or self._clock.ns < self._due:
+            return None
+        draft, self.loading = self.loading, None
+        return LoadResult(draft, None if self._cancelled else {}, cancelled=self._cancelled)
+
+    def cancel(self) -> None:
+        if self.loading is not None:
+            self._due, self._cancelled = self._clock.ns, True
+
+    def wait(self, timeout: float | None = None) -> bool:
+        if self.loading is not None:
+            until = self._due if timeout is None else min(self._due,
+                                                          self._clock.ns + _ns(1e3 * timeout))
+            self._clock.ns = max(self._clock.ns, until)
+        return self.loading is None or self._clock.ns >= self._due
+
+    def close(self) -> None:
+        pass
+
+    @property
+    def remaining_ms(self) -> float:
+        """Until the load in flight ends, 0 for none."""
+        return 0.0 if self.loading is None else max(0, self._due - self._clock.ns) / 1e6
+
+
+class _Choices:
+    """Stands for logits of which only the largest matter."""
+
+    def __init__(self, tokens: list[int]):
+        self._tokens = tokens
+
+    def argmax(self, dim: int) -> Tensor:
+        return torch.tensor(self._tokens)
+
+
+class _NoCache:
+    """Keys and values that nobody needs."""
+
+    def set_length(self, length: int, group: int | None = None) -> None:
+        pass
+
+
+class _TraceHidden:
+    """The trace's hidden states, by position; between those kept, the latest before."""
+
+    def __init__(self, trace: Trace, every: int):
+        self._rows = torch.from_numpy(np.asarray(trace.hidden, np.float32))
+        self._first = len(trace.prompt_ids) - 2
+        self._every = every
+
+    def __getitem__(self, position: int) -> Tensor:
+        row = max(0, position - self._first) // self._every
+        return self._rows[min(row, len(self._rows) - 1)]
+
+
+class TraceTarget(Target):
+    """A target whose answer to the trace's prompt is the trace's output."""
+
+    layers = 1
+
+    def __init__(self, trace: Trace, hidden_every: int, profile: CostProfile, clock: VirtualClock):
+        self._trace = trace
+        self._tokens = [*trace.prompt_ids.tolist(), *trace.output_ids.tolist()]
+        self._every = hidden_every
+        self._profile = profile
+        self._clock = clock
+        self.device, self.dtype = torch.device('cpu'), torch.float32
+
+    def new_state(self, capacity, depths=frozenset()):
+        has_hidden = self._trace.hidden is not None and self._every and len(self._trace.hidden)
+        hidden = {self.layers: _TraceHidden(self._trace, self._every)} if has_hidden else {}
+        return DecodeState(_NoCache(), hidden, capacity)
+
+    def forward(self, state, tokens, last_only=False):
+        self._clock.advance(self._profile.verify(len(tokens)))
+        following = self._tokens[state.held + 1:state.held + 1 + len(tokens)]
+        return _Choices(following + [_BEYOND] * (len(tokens) - len(following)))
+
+
+class ReplayEngine(Engine):
+    """
+    The engine over a trace: a prefill computes nothing, an iteration takes its overhead too.
+
+    loader: a prefill also lasts until its load in flight has ended; None: it does not.
+    """
+
+    def __init__(self, target: Target, context: int, max_gamma: int, clock: VirtualClock,
+                 profile: CostProfile, loader: VirtualLoader | None):
+        super().__init__(target, context, max_gamma, frozenset(), clock)
+        self._profile = profile
+        self._loader = loader
+
+    def prefill(self, prompt: list[int], chunk: int = PREFILL_CHUNK) -> Iterator[int]:
+        yield self.state.restart(prompt)
+        self.clock.advance((len(prompt) - 1) * self._profile.prefill_row_ms)
+        self.state.hold(len(prompt) - 1)
+        if self._loader is not None:
+            self._loader.wait()
+        yield self.state.held
+
+    def step(self, *args, **kwargs):
+        result = super().step(*args, **kwargs)
+        # Outside of the step's own duration, as detokenising and scheduling are.
+        self.clock.advance(self._profile.overhead_ms)
+        return result
+
+
+class TraceDrafter(Drafter):
+    """
+    A draft that proposes the output's own tokens where the trace says it was right.
+
+    It lags and catches up as drafters of its kind do; positions that run along
+    with a proposal are part of the draft step's cost.
+    """
+
+    def __init__(self, spec: DraftSpec, ranks: np.ndarray, output: Sequence[int],
+                 profile: CostProfile, clock: VirtualClock):
+        super().__init__()
+        self.rows_with_proposal = _ROWS_WITH_PROPOSAL.get(spec.kind, 0)
+        # An independent model keeps what it drafted and was accepted; a top over the target's
+        # hidden states begins anew at every proposal.
+        self._keeps_drafted = spec.kind == 'causal_lm'
+        self._right = (ranks == 1).tolist()
+        self._output = output
+        self._step_ms, self._row_ms = profile.draft_step(spec), profile.catch_up_row(spec)
+        self._clock = clock
+        self._drafted = 0
+
+    def lag(self, state: DecodeState) -> int:
+        return max(0, state.held - self.cached)
+
+    def catch_up(self, state: DecodeState, limit: int) -> None:
+        count = min(limit, self.lag(state))
+        self._clock.advance(count * self._row_ms)
+        self.cached += count
+
+    def propose(self, state: DecodeState, gamma: int) -> Proposal:
+        if gamma <= 0 or self.lag(state) > self.rows_with_proposal:
+            return Proposal([])
+        t = len(state.tokens) - state.prompt_length
+        right, following = self._right[t][:gamma], self._output[t:t + gamma]
+        tokens = [token if good else _WRONG for good, token in zip(right, following)]
+        tokens += [_WRONG] * (gamma - len(tokens))
+        self._clock.advance(gamma * self._step_ms)
+        self.cached = max(self.cached, state.held)
+        self._drafted = gamma
+        return Proposal(tokens)
+
+    def update(self, state: DecodeState, accepted: int) -> None:
+        if self._keeps_drafted and self._drafted:
+            self.cached = min(self.cached + 1 + min(accepted, self._drafted - 1),
+                              len(state.tokens) - 1)
+        self._drafted = 0
+
+
+class LookupDrafter(PromptLookupDrafter):
+    """The real prompt lookup, which needs nothing but tokens, at the profile's cost."""
+
+    def __init__(self, spec: DraftSpec, profile: CostProfile, clock: VirtualClock):
+        super().__init__(KINDS[spec.kind](spec, None, None, 0).sizes)
+        self._step_ms, self._clock = profile.draft_step(spec), clock
+
+    def propose(self, state: DecodeState, gamma: int) -> Proposal:
+        proposal = super().propose(state, gamma)
+        self._clock.advance(len(proposal.tokens) * self._step_ms)
+        return proposal
+
+
+class TraceKind(DraftKind):
+    """A draft of the trace, resident or not."""
+
+    def __init__(self, spec: DraftSpec, make: Callable[[], Drafter]):
+        self.slot_free = KINDS[spec.kind].slot_free
+        self._make = make
+
+    def attach(self, tensors):
+        return self._make()
+
+
+class TimedRanker(Ranker):
+    """A ranker whose rankings take the profile's time."""
+
+    def __init__(self, ranker: Ranker, clock: VirtualClock, rank_ms: float):
+        self._ranker, self._clock, self._rank_ms = ranker, clock, rank_ms
+
+    def begin(self, context: RankingContext) -> None:
+        self._ranker.begin(context)
+
+    def expected(self, context: RankingContext) -> list[tuple[str, float]]:
+        self._clock.advance(self._rank_ms)
+        return self._ranker.expected(context)
+
+    def rank(self, context: RankingContext) -> list[tuple[str, float]]:
+        self._clock.advance(self._rank_ms)
+        return self._ranker.rank(context)
