@@ -101,7 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
     figures = {domain: job.draft(domain, part, held_out, vocabulary, start)
                for domain, part in plan.items()}
     _print_agreement(figures, job.work)
-    manifest = job.write_bundle(figures)
+    manifest = job.write_bundle(figures, held_out)
     print(f'\n{job.work} is a bundle now ({manifest.name} written)')
     return 0
 
@@ -362,15 +362,16 @@ class _Job:
                 f'{domain} {value:.3f}' for domain, value in scores[0].items()), flush=True)
         return top.export() if name == BASE else scores
 
-    def write_bundle(self, figures) -> Path:
-        from ..training.bundle_writer import draft_entry, write_bundle
+    def write_bundle(self, figures, held_out) -> Path:
+        from ..training.bundle_writer import draft_entry, lookup_acceptance, write_bundle
         entries = [draft_entry(
             self.path(domain), self.shape.kind, domain, self.shape.options,
             scores[0] if scores else {}, self.bundle.target.licence,
             "distilled from the target's own outputs by memspec distill, "
             f'seed {self.arguments.seed}; see the metadata of the file')
             for domain, scores in figures.items()]
-        return write_bundle(self.work, self.bundle, self.work / 'head.safetensors', entries)
+        return write_bundle(self.work, self.bundle, self.work / 'head.safetensors', entries,
+                            lookup_acceptance(held_out))
 
 
 def _training_type():

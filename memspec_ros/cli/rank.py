@@ -23,6 +23,9 @@ def register(commands) -> None:
     train.add_argument('--out', required=True, metavar='FILE',
                        help='the ranker; those with one input alone are written beside it, '
                             'FILE-prompt_only and FILE-recent_only')
+    train.add_argument('--into', default='', metavar='DIR',
+                       help='a bundle that is to use the ranker: it is copied there, and the '
+                            'manifest says so')
     train.add_argument('--kind', choices=('hidden', 'bert'), default='hidden',
                        help="look at the target's hidden states (no extra memory, the default) "
                             'or through a frozen BERT encoder')
@@ -60,10 +63,16 @@ def _add_traces(parser: argparse.ArgumentParser) -> None:
 
 
 def run_train(arguments: argparse.Namespace) -> int:
+    from ..models.bundle import load_bundle
     from ..models.ranking_head import save_head
     from ..models.weights import file_sha256
+    from ..training.bundle_writer import write_ranker
     from ..training.ranker import RankerOptions, train_head
     _check_numbers(arguments, 'draft_tokens', 'horizon', 'epochs')
+    if arguments.into:
+        if 'combined' not in (arguments.inputs or _INPUTS):
+            raise InvalidRequestError('--into takes the ranker with combined inputs: train it')
+        load_bundle(arguments.into, verify=False)
     header, traces, every = _open(arguments)
     for draft in arguments.without:
         if draft not in header.drafts:
@@ -87,7 +96,10 @@ def run_train(arguments: argparse.Namespace) -> int:
         if inputs == 'combined':
             entry = (f'ranker: {{kind: {head.kind}, path: {path.name}, '
                      f'sha256: {file_sha256(path)}}}')
-    if 'combined' in (arguments.inputs or _INPUTS):
+    if arguments.into:
+        write_ranker(Path(arguments.into), out, arguments.kind)
+        print(f'{arguments.into} uses it now')
+    elif 'combined' in (arguments.inputs or _INPUTS):
         print(f'To use it, put it into the bundle and write there:\n{entry}')
     return 0
 

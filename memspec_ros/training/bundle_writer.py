@@ -3,15 +3,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+import shutil
 from typing import Any
 
 import yaml
 
 from ..models.bundle import Bundle, FORMAT, MANIFEST_NAME
+from ..models.drafts.prompt_lookup import PromptLookupDrafter
+from ..models.state import DecodeState
 from ..models.weights import file_sha256
+from .outputs import OutputRecord
 
 
 def draft_entry(path: Path, kind: str, domain: str, options: Mapping[str, Any],
@@ -31,13 +36,48 @@ def draft_entry(path: Path, kind: str, domain: str, options: Mapping[str, Any],
             **({'options': dict(options)} if options else {})}
 
 
+def lookup_acceptance(records: Iterable[OutputRecord]) -> dict[str, float]:
+    """
+    Share of the outputs' tokens that a prompt lookup says, by domain.
+
+    Where it finds no match it says nothing, which counts as wrong: that is how
+    often it is of use.
+    """
+    hits: Counter[str] = Counter()
+    totals: Counter[str] = Counter()
+    for record in records:
+        drafter, state = PromptLookupDrafter(), DecodeState(None, {}, 0)
+        for end, token in enumerate(record.output_ids):
+            state.tokens = record.prompt_ids + record.output_ids[:end]
+            hits[record.domain] += drafter.propose(state, 1).tokens == [token]
+        totals[record.domain] += len(record.output_ids)
+    return {domain: hits[domain] / total for domain, total in sorted(totals.items()) if total}
+
+
+def write_ranker(directory: Path, head: Path, kind: str) -> None:
+    """
+    Have the bundle of ``directory`` use the ranker in file ``head``, which is copied into it.
+
+    The manifest is written anew: comments in it are lost.
+    """
+    path = directory / MANIFEST_NAME
+    manifest = yaml.safe_load(path.read_text(encoding='utf-8'))
+    target = directory / head.name
+    if target.resolve() != head.resolve():
+        shutil.copyfile(head, target)
+    manifest['ranker'] = {'kind': kind, 'path': head.name, 'sha256': file_sha256(target)}
+    _write(path, manifest)
+
+
 def write_bundle(directory: Path, source: Bundle, head: Path,
-                 drafts: Sequence[Mapping[str, Any]]) -> Path:
+                 drafts: Sequence[Mapping[str, Any]],
+                 lookup: Mapping[str, float] | None = None) -> Path:
     """
     Write ``bundle.yaml`` into ``directory``: the target and ranker of ``source``, new drafts.
 
     ``head`` and the drafts' files lie in ``directory`` already. A slot-free
-    prompt_lookup draft is added: it bridges loads and costs nothing.
+    prompt_lookup draft is added: it bridges loads and costs nothing; ``lookup``
+    is its acceptance by domain.
     """
     manifest = {
         'format': FORMAT, 'name': source.name, 'description': source.description,
@@ -45,7 +85,9 @@ def write_bundle(directory: Path, source: Bundle, head: Path,
         'shared_head': {'path': head.name, 'sha256': file_sha256(head)},
         'drafts': [*map(dict, drafts),
                    {'id': 'lookup', 'kind': 'prompt_lookup', 'licence': 'Apache-2.0',
-                    'provenance': 'no weights: n-grams of the text itself'}],
+                    'provenance': 'no weights: n-grams of the text itself',
+                    'acceptance': {domain: round(value, 3)
+                                   for domain, value in (lookup or {}).items()}}],
         # A trained head ranks the drafts it was trained with, not these.
         'ranker': ({'kind': 'domain_words'} if source.ranker.path is not None else
                    {'kind': source.ranker.kind, **source.ranker.options}),
@@ -53,9 +95,15 @@ def write_bundle(directory: Path, source: Bundle, head: Path,
     if source.tokenizer is not None:
         manifest['tokenizer'] = {'path': str((source.directory / source.tokenizer).resolve())}
     path = directory / MANIFEST_NAME
-    path.write_text(yaml.safe_dump(manifest, sort_keys=False, allow_unicode=True, width=98),
-                    encoding='utf-8')
+    _write(path, manifest)
     return path
+
+
+def _write(path: Path, manifest: Mapping[str, Any]) -> None:
+    partial = path.with_suffix('.partial')
+    partial.write_text(yaml.safe_dump(manifest, sort_keys=False, allow_unicode=True, width=98),
+                       encoding='utf-8')
+    partial.replace(path)
 
 
 def _target(source: Bundle) -> dict[str, Any]:
