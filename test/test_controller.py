@@ -132,6 +132,7 @@ class Copier(FakeDrafter):
     """A slot-free drafter that claims to have seen the last ``size`` tokens before."""
 
     size = 5
+    copies = True
 
     def match(self, state):
         return self.size
@@ -185,6 +186,19 @@ def test_nothing_is_copied(how):
     bench.settings.copy = how != 'off'
     *_, chunks = bench.run(max_new_tokens=60)
     assert all(chunk.step.draft != 'copier' for chunk in chunks if chunk.step)
+
+
+def test_a_copier_that_is_ranked_first_leaves_the_rest_to_the_next():
+    right = FakeKind(lambda: FakeDrafter(counting, step_sec=0.001))
+    bench = Bench({'a': right, 'copier': copying(counting, size=0)}, capacity=1,
+                  rank=lambda context: [('copier', 0.9), ('a', 0.5)])
+    bench.loader.script = {'a': [(0.0, 'ok')]}
+    *_, chunks = bench.run(max_new_tokens=60)
+    steps = [chunk.step for chunk in chunks if chunk.step]
+    assert {step.draft for step in steps} == {step.desired for step in steps} == {'a'}
+    bench.settings.copy = False
+    *_, chunks = bench.run(max_new_tokens=60)
+    assert {chunk.step.draft for chunk in chunks if chunk.step} == {'copier'}
 
 
 def test_a_copier_that_fails_is_given_up():

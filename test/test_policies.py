@@ -326,6 +326,8 @@ def test_per_interval_or_per_iteration(per_iteration, length):
 
 def test_a_copier_disturbs_no_bandit():
     class Copier(FakeDrafter):
+        copies = True
+
         def match(self, state):
             return 5
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 import logging
 
 from ..decoding.draft_length import DraftLength
@@ -238,8 +238,8 @@ class Controller:
         gamma = self.draft_length.choose(draft) if drafter is not None else 0
         for copier in self.residency.slot_free if self.settings.copy else ():
             copying = self.residency.drafter(copier)
-            if copier == draft or copying is None or copying.match(
-                    self.engine.state) < LEAST_MATCH:
+            if (copier == draft or copying is None or not copying.copies
+                    or copying.match(self.engine.state) < LEAST_MATCH):
                 continue
             count = self.draft_length.choose(copier)
             if self.draft_length.speed(copier, count) > self.draft_length.speed(draft, gamma):
@@ -254,8 +254,7 @@ class Controller:
         start, waited = self.clock(), turn.t_wait
         self._judge_probes(turn)
         self._look(turn, first)
-        turn.plan = plan = (self.policy.plan(turn.context) if self.settings.speculate
-                            else Plan([]))
+        turn.plan = plan = self._plan(turn)
         if self.settings.cache_capacity != self.residency.capacity:
             self.residency.set_capacity(self.settings.cache_capacity, turn.active or None)
         if self.settings.speculate:
@@ -268,6 +267,27 @@ class Controller:
         if plan.probe and not first:
             self._probe(turn, plan)
         turn.t_predict += self.clock() - start - (turn.t_wait - waited)
+
+    def _plan(self, turn: _Turn) -> Plan:
+        """
+        What the policy wants; where copying is on, drafts that copy come after the others.
+
+        They step in by themselves wherever they find a match: as the active draft
+        they would leave all other places to plain decoding.
+        """
+        if not self.settings.speculate:
+            return Plan([])
+        plan = self.policy.plan(turn.context)
+        if not self.settings.copy:
+            return plan
+
+        def copies(draft: str) -> bool:
+            drafter = self.residency.drafter(draft)
+            return drafter is not None and drafter.copies
+
+        return replace(
+            plan, ranked=sorted(plan.ranked, key=lambda item: copies(item[0])),
+            use=None if plan.use is None else sorted(plan.use, key=copies))
 
     def _look(self, turn: _Turn, first: bool) -> None:
         """Bring what a policy may look at up to date."""

@@ -24,10 +24,12 @@ class Drafter(ABC):
 
     A drafter may hold a cache of its own. It then knows how many committed
     positions the cache covers (``cached``), and catches up before it proposes.
-    A lag of at most ``rows_with_proposal`` it makes up while it proposes.
+    A lag of at most ``rows_with_proposal`` it makes up while it proposes. One
+    that ``copies`` knows by ``match`` where it is of use, and says nothing elsewhere.
     """
 
     rows_with_proposal = 0
+    copies = False
 
     def __init__(self) -> None:
         self.cached = 0

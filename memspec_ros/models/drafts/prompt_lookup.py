@@ -23,6 +23,8 @@ DEFAULT_NGRAMS = (4, 3, 2)
 class PromptLookupDrafter(Drafter):
     """Index of the n-grams seen so far, kept up to date token by token."""
 
+    copies = True
+
     def __init__(self, sizes: tuple[int, ...] = DEFAULT_NGRAMS):
         super().__init__()
         self.sizes = tuple(sorted(sizes, reverse=True))
