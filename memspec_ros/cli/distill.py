@@ -125,6 +125,8 @@ class _Job:
     """The work directory, the target, and what is made of them step by step."""
 
     def __init__(self, arguments: argparse.Namespace):
+        import torch
+
         from ..models.bundle import load_bundle
         from ..models.llama import Llama, LlamaConfig
         from ..models.target import open_checkpoint, read_config
@@ -144,7 +146,7 @@ class _Job:
         device = choose_device(arguments.device)
         context = arguments.prompt_tokens + arguments.output_tokens + 1
         with open_checkpoint(directory) as weights:
-            self.target = Llama.from_state(config, weights, _training_type(), device, context)
+            self.target = Llama.from_state(config, weights, torch.bfloat16, device, context)
         name = fingerprint(self.target)
         self._claim(name)
         self.teacher = TeacherStore(self.work / 'lessons', name, self.shape.depths)
@@ -372,11 +374,6 @@ class _Job:
             for domain, scores in figures.items()]
         return write_bundle(self.work, self.bundle, self.work / 'head.safetensors', entries,
                             lookup_acceptance(held_out))
-
-
-def _training_type():
-    import torch
-    return torch.bfloat16
 
 
 def _first(records, tokens: int) -> list:
