@@ -144,6 +144,11 @@ class LayerWeights:
             down=need('mlp.down_proj.weight'),
         )
 
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> LayerWeights:
+        """From tensors by field name, as ``tensors`` gives them."""
+        return cls(**{name: tensors[name] if name in tensors else None for name in cls.NAMES})
+
     def packed(self) -> LayerWeights:
         """The same layer with its matrices packed for decoding."""
         return replace(self, **{name: pack(getattr(self, name))
@@ -164,6 +169,12 @@ def layer_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
         'out': (hidden, config.heads * config.head_dim), 'post_norm': (hidden,),
         'gate_up': (2 * wide, hidden), 'down': (hidden, wide),
     }
+
+
+def layer_elements(config: LlamaConfig) -> int:
+    """Parameters of a layer without biases."""
+    return sum(math.prod(shape) for name, shape in layer_shapes(config).items()
+               if name != 'qkv_bias')
 
 
 class Rope:

@@ -6,13 +6,12 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-import math
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ..models.llama import layer_shapes, Llama, LlamaConfig
+from ..models.llama import layer_elements, Llama, LlamaConfig
 from .outputs import OutputRecord
 from .teacher import Lesson
 
@@ -53,9 +52,7 @@ class TopShape:
 
     def parameters(self, config: LlamaConfig) -> int:
         """Parameters that are trained."""
-        layer = sum(math.prod(shape) for name, shape in layer_shapes(config).items()
-                    if name != 'qkv_bias')
-        return self.layers * layer + len(self.features) * config.hidden_size ** 2
+        return self.layers * layer_elements(config) + len(self.features) * config.hidden_size ** 2
 
     def problem(self, layers: int) -> str:
         """What is wrong with it for a target of ``layers`` layers; '' for nothing."""

@@ -18,7 +18,7 @@ over the whole vocabulary (Jean et al. 2015), that pushes all of them down.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 import json
 import math
 from pathlib import Path
@@ -32,6 +32,7 @@ import torch.nn.functional as F
 from ..models.errors import MemSpecError
 from ..models.llama import (
     causal_mask,
+    layer_elements,
     layer_shapes,
     LayerWeights,
     Llama,
@@ -79,9 +80,8 @@ class StudentShape:
     def parameters(self, config: LlamaConfig) -> int:
         """Parameters that are trained, for a target of ``config``."""
         own = self.config(config)
-        layer = sum(math.prod(shape) for name, shape in layer_shapes(own).items()
-                    if name != 'qkv_bias')
-        return own.vocab_size * own.hidden_size + own.layers * layer + own.hidden_size
+        return (own.vocab_size * own.hidden_size + own.layers * layer_elements(own)
+                + own.hidden_size)
 
     def problem(self, layers: int) -> str:
         """What is wrong with it; '' for nothing. ``layers``: those of the target."""
@@ -164,9 +164,7 @@ class Student(torch.nn.Module):
 
     def weights(self) -> list[LayerWeights]:
         """The layers."""
-        names = [f.name for f in fields(LayerWeights)]
-        return [LayerWeights(**{name: part[name] if name in part else None for name in names})
-                for part in self.parts]
+        return [LayerWeights.of(part) for part in self.parts]
 
     def tensors(self) -> dict[str, torch.nn.Parameter]:
         """Parameters by name; those of a file (``export``) are split further."""

@@ -78,7 +78,7 @@ class TeacherStore:
         self.directory = directory / hashlib.sha256(made.encode()).hexdigest()[:12]
         self._places: dict[str, tuple[Path, int]] = {}
         self._chunks: dict[Path, dict[str, Tensor]] = {}
-        for path in sorted(self.directory.glob('*.safetensors')) if target_name else ():
+        for path in sorted(self.directory.glob('*.safetensors')):
             self._index(path)
 
     def missing(self, records: Iterable[OutputRecord]) -> list[OutputRecord]:
@@ -99,7 +99,7 @@ class TeacherStore:
         self.directory.mkdir(parents=True, exist_ok=True)
         for first in range(0, len(missing), _CHUNK_RECORDS):
             chunk = missing[first:first + _CHUNK_RECORDS]
-            self._write(chunk, self.think(target, chunk))
+            self._write(chunk, _think(target, chunk, self.depths, self.top))
             if report:
                 report(first + len(chunk), len(missing))
 
@@ -136,31 +136,6 @@ class TeacherStore:
             raise MemSpecError(f'{path}: not a chunk of lessons ({error}); delete it, '
                                'it will be made again') from error
         self._places.update((key, (path, row)) for row, key in enumerate(keys))
-
-    @torch.inference_mode()
-    def think(self, target: Llama, records: Sequence[OutputRecord]) -> dict[str, Tensor]:
-        """The tensors of a chunk; ``edges`` are where its records begin and the last ends."""
-        lessons = []
-        for first in range(0, len(records), _BATCH):
-            rows = [record.prompt_ids + record.output_ids
-                    for record in records[first:first + _BATCH]]
-            longest = max(map(len, rows))
-            tokens = torch.tensor([row + [0] * (longest - len(row)) for row in rows],
-                                  device=target.device)
-            x = target.embed(tokens)
-            rope, mask = target.rope.at(0, longest), causal_mask(longest, longest, x.device)
-            hidden = {}
-            for depth, weights in enumerate(target.layers, 1):
-                x = run_layer_uncached(target.config, weights, x, rope, mask)
-                if depth in self.depths:
-                    hidden[depth] = x
-            for index, row in enumerate(rows):
-                best, ids = _likeliest(target.logits(x[index, :len(row)]), self.top)
-                lessons.append({'tokens': tokens[index, :len(row)].int().cpu(), 'top_ids': ids,
-                                'top_logprobs': best,
-                                **{f'hidden.{depth}': _kept(states[index, :len(row)])
-                                   for depth, states in hidden.items()}})
-        return _joined(lessons)
 
     def _write(self, records: Sequence[OutputRecord], tensors: dict[str, Tensor]) -> None:
         path = self.directory / f'{records[0].key}-{len(records)}.safetensors'
@@ -208,6 +183,33 @@ class LessonObserver:
             for name, tensor in tensors.items()}}
 
 
+@torch.inference_mode()
+def _think(target: Llama, records: Sequence[OutputRecord], depths: Sequence[int],
+           top: int) -> dict[str, Tensor]:
+    """The tensors of a chunk; ``edges`` are where its records begin and the last ends."""
+    lessons = []
+    for first in range(0, len(records), _BATCH):
+        rows = [record.prompt_ids + record.output_ids
+                for record in records[first:first + _BATCH]]
+        longest = max(map(len, rows))
+        tokens = torch.tensor([row + [0] * (longest - len(row)) for row in rows],
+                              device=target.device)
+        x = target.embed(tokens)
+        rope, mask = target.rope.at(0, longest), causal_mask(longest, longest, x.device)
+        hidden = {}
+        for depth, weights in enumerate(target.layers, 1):
+            x = run_layer_uncached(target.config, weights, x, rope, mask)
+            if depth in depths:
+                hidden[depth] = x
+        for index, row in enumerate(rows):
+            best, ids = _likeliest(target.logits(x[index, :len(row)]), top)
+            lessons.append({'tokens': tokens[index, :len(row)].int().cpu(), 'top_ids': ids,
+                            'top_logprobs': best,
+                            **{f'hidden.{depth}': _kept(states[index, :len(row)])
+                               for depth, states in hidden.items()}})
+    return _joined(lessons)
+
+
 def _likeliest(logits: Tensor, top: int) -> tuple[Tensor, Tensor]:
     """Log-probabilities (float16) and ids (int32) of the ``top`` likeliest tokens [..., top]."""
     best, ids = logits.topk(min(top, logits.shape[-1]))
@@ -228,9 +230,8 @@ def positions_per_second(target: Llama, records: Sequence[OutputRecord]) -> floa
     """How fast lessons are made here: measured on a few records."""
     rows = records[:4]
     positions = sum(len(record.prompt_ids) + len(record.output_ids) for record in rows)
-    store = TeacherStore(Path(), '', ())
     start = time.perf_counter()
-    store.think(target, rows)
+    _think(target, rows, (), top=1)
     return positions / (time.perf_counter() - start)
 
 

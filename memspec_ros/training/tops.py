@@ -10,7 +10,6 @@ they are used to what those put out, which the last layers are not (measured:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -75,9 +74,7 @@ class Top(torch.nn.Module):
 
     def weights(self) -> list[LayerWeights]:
         """The own layers."""
-        names = [f.name for f in fields(LayerWeights)]
-        return [LayerWeights(**{name: part[name] if name in part else None for name in names})
-                for part in self.parts]
+        return [LayerWeights.of(part) for part in self.parts]
 
     def tensors(self) -> dict[str, torch.nn.Parameter]:
         """Parameters by their names in a draft file."""

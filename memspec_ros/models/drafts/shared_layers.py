@@ -173,9 +173,9 @@ class SharedLayersKind(DraftKind):
     def _layer(self, tensors, index: int, config: LlamaConfig) -> LayerWeights:
         shapes = layer_shapes(config)
         bias = f'layers.{index}.qkv_bias'
-        fields = {name: self._tensor(tensors, f'layers.{index}.{name}', shape)
-                  for name, shape in shapes.items() if name != 'qkv_bias' or bias in tensors}
-        return LayerWeights(**{'qkv_bias': None, **fields})
+        return LayerWeights.of(
+            {name: self._tensor(tensors, f'layers.{index}.{name}', shape)
+             for name, shape in shapes.items() if name != 'qkv_bias' or bias in tensors})
 
     def _tensor(self, tensors, name: str, shape: tuple[int, ...]) -> Tensor:
         tensor = tensors.get(name)
