@@ -54,6 +54,7 @@ help:
 	@echo 'make build   set up $(VENV), build and install the package, fetch the target model'
 	@echo "make demo    answer a prompt over ROS 2 (PROMPT='...' for your own)"
 	@echo "make test    run the tests (SLOW=1: also the slow ones; PYTEST_ARGS='...')"
+	@echo 'make bench   policies against each other and the paper, into build/bench (minutes)'
 	@echo 'make lint    run ruff'
 	@echo 'make clean   remove $(VENV) and what was built; downloads in $(MEMSPEC_CACHE) stay'
 	@echo
@@ -78,6 +79,13 @@ ifneq ($(filter-out 0 false,$(CI) $(SLOW)),)
 	@# 5: none was collected, which PYTEST_ARGS can bring about.
 	@$(python) -m pytest -m slow $(PYTEST_ARGS) || [[ $$? == 5 ]]
 endif
+
+# Reduced: all suites on a few prompts, replayed, nothing timed but the ranker.
+.PHONY: bench
+bench: build
+	$(say) tracing prompts and replaying them"
+	@$(VENV)/bin/memspec bench all --prompts docs/bench_prompts.jsonl --prompts-per-domain 2 \
+	  --out build/bench --json build/bench/report.json
 
 .PHONY: lint
 lint: $(VENV)/.lint-tools

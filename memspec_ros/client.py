@@ -15,7 +15,7 @@ another executor; a node that already spins calls ``~/submit`` and listens to
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import math
 import time
@@ -32,7 +32,14 @@ from rclpy.qos import DurabilityPolicy, QoSProfile, ReliabilityPolicy
 from rclpy.task import Future
 
 from .models.errors import InvalidRequestError, MemSpecError
-from .msg import GenerateRequest, GenerationStatus, ModelInfo, Residency, TokenChunk
+from .msg import (
+    GenerateRequest,
+    GenerationStatus,
+    ModelInfo,
+    Residency,
+    SamplingParams,
+    TokenChunk,
+)
 from .srv import Cancel, GetResult, Submit
 
 _QOS_TOKENS = QoSProfile(depth=256, reliability=ReliabilityPolicy.RELIABLE)
@@ -61,27 +68,36 @@ def make_request(**fields) -> GenerateRequest:
     A GenerateRequest of checked fields.
 
     Messages do not check what they are given: a misspelt name is ignored, an
-    int in a float field becomes 0. Raises TypeError, and InvalidRequestError for
-    text that is not Unicode.
+    int in a float field becomes 0. ``sampling`` may be a mapping: fields of
+    SamplingParams. Raises TypeError, and InvalidRequestError for text that is
+    not Unicode.
     """
-    types = GenerateRequest.get_fields_and_field_types()
-    request = GenerateRequest()
-    if '_check_fields' in GenerateRequest.__slots__:  # Humble always checks
-        request._check_fields = True
+    if isinstance(fields.get('sampling'), Mapping):
+        fields['sampling'] = [_fill(SamplingParams(), 'sampling', fields['sampling'])]
+    return _fill(GenerateRequest(), 'a request', fields)
+
+
+def _fill(message, what: str, fields: Mapping):
+    """Set checked fields of a message that errors call ``what``."""
+    types = message.get_fields_and_field_types()
+    if '_check_fields' in message.__slots__:  # Humble always checks
+        message._check_fields = True
     for name, value in fields.items():
         if name not in types:
-            raise TypeError(f'a request has no field {name!r}; there are: {", ".join(types)}')
+            raise TypeError(f'{what} has no field {name!r}; there are: {", ".join(types)}')
         if types[name] == 'double' and type(value) is int:
             value = float(value)
+        elif types[name] == 'sequence<double>':
+            value = [float(v) if type(v) is int else v for v in value]
         try:
             for text in [value] if isinstance(value, str) else value if name == 'stop' else []:
                 text.encode()
-            setattr(request, name, value)
+            setattr(message, name, value)
         except UnicodeEncodeError as error:
             raise InvalidRequestError(f'{name} is not valid Unicode text') from error
         except (AssertionError, AttributeError) as error:
             raise TypeError(f'{name} is {value!r}, expected {types[name]}') from error
-    return request
+    return message
 
 
 class MemSpecClient:
@@ -142,7 +158,8 @@ class MemSpecClient:
         """
         Queue a prompt; returns its request id.
 
-        ``fields`` are those of GenerateRequest. Raises RequestRefusedError, and
+        ``fields`` are those of GenerateRequest; ``sampling`` may be a mapping, such as
+        {'temperature': 0.7, 'seed': 5}. Raises RequestRefusedError, and
         TypeError for a field that does not exist or has another type.
         """
         own_id = not request_id

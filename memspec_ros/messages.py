@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from rclpy.qos import DurabilityPolicy, HistoryPolicy, QoSProfile, ReliabilityPolicy
 
+from .decoding.sampling import NUMBERS, Sampling
 from .decoding.stats import GenerationStats as Stats
 from .models.errors import ContextOverflowError, InvalidRequestError
 from .msg import (
@@ -44,6 +45,8 @@ _CODES = {
     Finish.CANCELED: GenerationStatus.CANCELED,
     Finish.TIMEOUT: GenerationStatus.TIMEOUT,
     Finish.OUT_OF_MEMORY: GenerationStatus.OUT_OF_MEMORY,
+    Finish.CONTEXT_OVERFLOW: GenerationStatus.CONTEXT_OVERFLOW,
+    Finish.INVALID: GenerationStatus.INVALID,
     Finish.INTERNAL: GenerationStatus.INTERNAL,
 }
 STATUS_NAMES = {getattr(GenerationStatus, name): name for name in (
@@ -90,16 +93,18 @@ def to_request(message: GenerateRequest, defaults, history) -> GenerationRequest
     """
     Fill a request's zeros from the node's parameters ``defaults`` (by name).
 
-    Raises InvalidRequestError for what cannot be meant, and for sampling that
-    this version does not do.
+    Raises InvalidRequestError for what cannot be meant.
     """
     if message.max_new_tokens < 0:
         raise InvalidRequestError(
             f'max_new_tokens is {message.max_new_tokens}, expected 0 (the parameter '
             'sampling.max_new_tokens) or more')
-    ignore_eos = False
     if message.sampling:
-        ignore_eos = _check_greedy(message.sampling[0])
+        sampling, ignore_eos = to_sampling(message.sampling[0]), message.sampling[0].ignore_eos
+    else:
+        sampling = Sampling(**{field.name: defaults[f'sampling.{field.name}']
+                               for field in NUMBERS})
+        ignore_eos = defaults['sampling.ignore_eos']
     timeout = message.timeout_sec
     return GenerationRequest(
         prompt=message.prompt,
@@ -107,26 +112,19 @@ def to_request(message: GenerateRequest, defaults, history) -> GenerationRequest
         history=history,
         max_new_tokens=message.max_new_tokens or defaults['sampling.max_new_tokens'],
         stop=tuple(message.stop), ignore_eos=ignore_eos,
-        timeout_sec=timeout if timeout != 0.0 else defaults['request_timeout_sec'])
+        timeout_sec=timeout if timeout != 0.0 else defaults['request_timeout_sec'],
+        sampling=sampling)
 
 
-def _check_greedy(sampling: SamplingParams) -> bool:
-    """Refuse sampling other than greedy; returns ignore_eos."""
-    greedy = SamplingParams()
-    changing = ('repetition_penalty', 'presence_penalty', 'frequency_penalty', 'min_tokens')
-    if sampling.temperature != 0.0:
+def to_sampling(message: SamplingParams) -> Sampling:
+    """Sampling of a request that brings its own; raises InvalidRequestError."""
+    ids, values = list(message.logit_bias_ids), list(message.logit_bias_values)
+    if len(ids) != len(values):
         raise InvalidRequestError(
-            f'sampling.temperature is {sampling.temperature:g}: this version decodes greedily, '
-            'use 0')
-    for name in changing:
-        # A zero-filled element means the same as the default one.
-        if getattr(sampling, name) not in (getattr(greedy, name), 0, 0.0):
-            raise InvalidRequestError(
-                f'sampling.{name} is {getattr(sampling, name):g}: not supported by this version, '
-                f'leave it at {getattr(greedy, name):g}')
-    if len(sampling.logit_bias_ids) or len(sampling.logit_bias_values):
-        raise InvalidRequestError('sampling.logit_bias is not supported by this version')
-    return sampling.ignore_eos
+            f'sampling.logit_bias_ids has {len(ids)} elements and sampling.logit_bias_values '
+            f'{len(values)}, expected as many')
+    return Sampling(**{field.name: getattr(message, field.name) for field in NUMBERS},
+                    logit_bias=tuple(zip(ids, values)))
 
 
 def to_stats(stats: Stats | None) -> GenerationStats:
@@ -157,6 +155,12 @@ def to_draft_residency(views: Iterable[DraftView], kinds: dict[str, str]) -> lis
             for view in views]
 
 
+def _dtype(target) -> str:
+    computed = str(target.dtype).removeprefix('torch.')
+    kinds = ', '.join(target.weight_kinds)
+    return computed if kinds == computed else f'{computed}, weights {kinds}'
+
+
 def to_model_info(runtime: Runtime, stamp) -> ModelInfo:
     """What is loaded."""
     bundle, target = runtime.bundle, runtime.target
@@ -164,7 +168,7 @@ def to_model_info(runtime: Runtime, stamp) -> ModelInfo:
         bundle=bundle.name, bundle_path=str(bundle.directory.resolve()),
         target=bundle.target.name, architecture=runtime.architecture,
         license=bundle.target.licence, device=str(target.device),
-        dtype=str(target.dtype).removeprefix('torch.'), target_bytes=target.weight_bytes,
+        dtype=_dtype(target), target_bytes=target.weight_bytes,
         vocab_size=runtime.tokenizer.size, context_tokens=runtime.options.context,
         drafts=[DraftInfo(id=spec.id, kind=spec.kind, domain=spec.domain, bytes=spec.bytes,
                           license=spec.licence) for spec in bundle.drafts],

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 import contextlib
+from dataclasses import replace
 import signal
 import sys
 import threading
@@ -25,22 +26,22 @@ from rclpy.executors import ExternalShutdownException, SingleThreadedExecutor
 from rclpy.qos_overriding_options import QoSOverridingOptions
 from rclpy.signals import SignalHandlerOptions
 from rclpy.task import Future
+import torch
 
 from . import messages
 from .action import Generate as GenerateAction
-from .memory import preflight
-from .memory.allocator import give_back
-from .memory.footprint import affordable_capacity, draft_bytes, estimate, MIB
-from .models.bundle import load_bundle
+from .memory import preflight, process
+from .memory.allocator import give_back, MIB
+from .memory.footprint import Demand, FootprintModel
+from .models.bundle import Bundle
 from .models.errors import InvalidRequestError, MemSpecError
-from .models.target_files import locate_target
 from .msg import GenerationStatus, TokenChunk
 from .node_lifecycle import ERROR, FAILURE, ResponsiveLifecycleNode, SUCCESS
 from .node_reports import Reports
 from .node_requests import RequestDesk
 from .parameters import NodeParameters
 from .runtime.controller import Settings
-from .runtime.runtime import choose_device, choose_dtype, Runtime, RuntimeOptions
+from .runtime.runtime import Runtime, RuntimeOptions
 from .runtime.worker import GenerationWorker
 from .srv import Cancel, Generate, GetResult, Submit
 
@@ -222,35 +223,39 @@ class MemSpecNode(ResponsiveLifecycleNode):
             raise InvalidRequestError('; '.join(self.parameters.errors.values()))
         self.get_logger().info(f'configuring with {self.parameters.effective()}')
         with preflight.machine_lock(while_waiting=self._check_stopping):
-            options = self._preflight()
-            self.runtime = Runtime.open(self.parameters['bundle'] or None, options,
-                                        progress=self._log_progress())
+            self.runtime = Runtime.open(
+                self.parameters['bundle'] or None, self._runtime_options(),
+                progress=self._log_progress(), before_loading=self._preflight)
         self.worker = GenerationWorker(
             self.runtime.controller, lambda: self.parameters['queue.max_size'],
             lambda text: self.get_logger().error(text))
         self.reports.start(self.parameters['residency.period_sec'])
         return super().on_configure(state)
 
-    def _preflight(self) -> RuntimeOptions:
-        """Refuse what will not fit; returns the options with K worked out."""
+    def _preflight(self, bundle: Bundle, dtype: torch.dtype, device: torch.device) -> None:
+        """Refuse what will not fit, and work K out where it is -1."""
         value = self.parameters
-        bundle = load_bundle(value['bundle'] or None, verify=False)
-        locate_target(bundle, self._log_progress())
-        device = choose_device(value['device'])
-        dtype = choose_dtype(value['dtype'], device)
-        gamma, budget = value['draft.max_tokens'], value['memory.budget_mib'] * MIB
-        sizes = [draft_bytes(bundle, spec, dtype) for spec in bundle.drafts]
-        capacity = value['cache_capacity']
-        context = value['context.max_tokens']
-        fixed = estimate(bundle, dtype, device, context, gamma, 0)
-        self._affordable_capacity = affordable_capacity(fixed.total, sizes, budget)
-        if capacity < 0:
-            capacity = self._affordable_capacity
-        footprint = estimate(bundle, dtype, device, context, gamma, capacity)
-        preflight.check(footprint, preflight.available_bytes(device), budget,
-                        value['memory.min_free_mib'] * MIB)
+        shared = preflight.shares_system_memory(device)
+        model = FootprintModel(bundle, dtype, device, value['weights'],
+                               process.runtime_bytes(dtype, device) if shared else 0)
+        budget, min_free = value['memory.budget_mib'] * MIB, value['memory.min_free_mib'] * MIB
+        available = preflight.available_bytes(device)
+        demand = Demand(value['context.max_tokens'], value['draft.max_tokens'], 0,
+                        branches=value['draft.max_branches'])
+        self._affordable_capacity = model.affordable_capacity(
+            demand, preflight.room_bytes(available, model.runtime, budget, min_free))
+        footprint = model.of(replace(demand, capacity=self.capacity()))
+        preflight.check(footprint, model.of(demand), available, budget, min_free)
+        self.get_logger().info(
+            f'needs {footprint.needed / MIB:.0f} MiB beside the {model.runtime / MIB:.0f} MiB of '
+            f'its libraries; {available / MIB:.0f} MiB are available; K = {self.capacity()}')
+
+    def _runtime_options(self) -> RuntimeOptions:
+        value = self.parameters
         return RuntimeOptions(
-            device=value['device'], dtype=value['dtype'], context=context, max_gamma=gamma,
+            device=value['device'], dtype=value['dtype'], weights=value['weights'],
+            context=value['context.max_tokens'], max_gamma=value['draft.max_tokens'],
+            max_branches=value['draft.max_branches'],
             adaptive=value['draft.adaptive'], policy=value['policy'], ucb_c=value['ucb.c'],
             ucb_per_iteration=value['ucb.per_iteration'], threads=value['threads'],
             settings=_LiveSettings(self))
@@ -340,6 +345,14 @@ class _LiveSettings(Settings):
     @property
     def copy(self) -> bool:
         return self._node.parameters['draft.copy']
+
+    @property
+    def verification(self) -> str:
+        return self._node.parameters['sampling.verification']
+
+    @property
+    def min_confidence(self) -> float:
+        return self._node.parameters['draft.min_confidence']
 
 
 def main(args: list[str] | None = None) -> int:

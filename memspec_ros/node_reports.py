@@ -9,7 +9,7 @@ from diagnostic_msgs.msg import DiagnosticArray
 
 from . import diagnostics, messages
 from .memory import preflight
-from .memory.footprint import MIB
+from .memory.allocator import MIB
 from .msg import ModelInfo, Residency
 from .runtime.controller import Controller
 from .runtime.residency import SlotState

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 import math
 import threading
 from typing import Any
@@ -14,11 +15,13 @@ from . import messages
 from .decoding.stats import GenerationStats
 from .models.errors import InvalidRequestError
 from .msg import GenerateRequest, GenerationStatus, TokenChunk
-from .runtime.requests import Chunk
+from .runtime.requests import Chunk, PreparedRequest
 from .runtime.runtime import Runtime
+from .runtime.sessions import KEPT_SESSIONS
 from .runtime.worker import GenerationWorker, Job, QueueFullError
 
-KEPT_SESSIONS = 16
+# Turns of a conversation: (role, text).
+History = list[tuple[str, str]]
 
 
 class ChunkStream:
@@ -78,7 +81,8 @@ class RequestDesk:
         # A request is queued either before the drain of a transition, or not at all.
         self._gate = threading.Lock()
         self._open_for: tuple[Runtime, GenerationWorker] | None = None
-        self._sessions: OrderedDict[str, list[tuple[str, str]]] = OrderedDict()
+        # Never holds '': a request without a session has no history.
+        self._sessions: OrderedDict[str, History] = OrderedDict()
         self.counts: Counter[str] = Counter()
         self.last_stats: GenerationStats | None = None
 
@@ -109,10 +113,11 @@ class RequestDesk:
             return None, self._not_active()
         runtime, worker = open_for
         try:
-            history = self._sessions.get(message.session_id, []) if message.session_id else []
-            prepared = runtime.prepare(messages.to_request(message, self._defaults, history))
+            history = self._sessions.get(message.session_id)
+            prepared = self._prepare(message, runtime, history)
             job = Job(message.request_id or uuid.uuid4().hex, prepared, message.client_id,
                       message.priority)
+            job.prepare = self._preparer(message, runtime, history, prepared)
             job.on_chunk = self._listener(job, message, runtime, on_end, feedback)
             with self._gate:
                 if self._open_for is open_for:
@@ -126,6 +131,24 @@ class RequestDesk:
             refused = messages.refusal(error)
         self.counts[messages.STATUS_NAMES[refused.code]] += 1
         return None, refused
+
+    def _prepare(self, message: GenerateRequest, runtime: Runtime, history: History | None
+                 ) -> PreparedRequest:
+        return runtime.prepare(messages.to_request(message, self._defaults, history or ()),
+                               message.session_id)
+
+    def _preparer(self, message: GenerateRequest, runtime: Runtime, history: History | None,
+                  prepared: PreparedRequest) -> Callable[[], PreparedRequest]:
+        """What makes a request anew when its turn comes, if an earlier one has ended since."""
+
+        def prepare() -> PreparedRequest:
+            now = self._sessions.get(message.session_id)
+            if now is history:
+                return prepared
+            return replace(self._prepare(message, runtime, now),
+                           accepted_at=prepared.accepted_at)
+
+        return prepare
 
     def _not_active(self) -> GenerationStatus:
         state = self._node.state_label

@@ -25,6 +25,9 @@ from rclpy.exceptions import InvalidParameterTypeException, InvalidParameterValu
 from rclpy.node import Node
 from rclpy.parameter import Parameter
 
+from .decoding.sampler import VERIFICATIONS
+from .decoding.sampling import RANGES
+from .models.packing import WEIGHT_KINDS
 from .runtime.policies import POLICY_NAMES
 
 LIVE = 'live: at the next scheduling interval'
@@ -90,15 +93,22 @@ def _p(name, default, description, applies, low=None, high=None, choices=()) -> 
     return ParameterSpec(name, default, description, applies, low, high, choices)
 
 
+def _sampling(name, default, description) -> ParameterSpec:
+    """Make a parameter that fills requests without ``sampling``."""
+    return ParameterSpec(f'sampling.{name}', default, description, REQUEST, *RANGES[name])
+
+
 PARAMETERS: tuple[ParameterSpec, ...] = (
     _p('bundle', '', 'Directory of the model bundle; empty = the one installed with the package.',
        CONFIGURE),
     _p('device', 'auto', 'Where the models run: auto, cpu, cuda or cuda:N.', CONFIGURE),
     _p('dtype', 'auto', 'Type of weights; auto = bfloat16 where the device has it.', CONFIGURE,
        choices=('auto', 'bfloat16', 'float16', 'float32')),
+    _p('weights', 'auto', 'What the layers of the target are held as; auto = as its checkpoint '
+       'has them, GPTQ in INT4: see docs/bundle.md.', CONFIGURE, choices=WEIGHT_KINDS),
     _p('threads', 0, 'CPU threads of PyTorch; 0 = its own choice.', CONFIGURE, 0, 256),
     _p('cache_capacity', 2, 'K: most drafts in memory at a time. -1 = as many as '
-       'memory.budget_mib allows.', LIVE, -1, 64),
+       'memory.budget_mib and memory.min_free_mib allow.', LIVE, -1, 64),
     _p('scheduling_interval', 4, 'N: draft-verify iterations between rankings of the drafts.',
        LIVE, 1, 1024),
     _p('policy', 'memspec', 'How drafts are scheduled: see docs/policies.md.', CONFIGURE,
@@ -107,22 +117,42 @@ PARAMETERS: tuple[ParameterSpec, ...] = (
        0.001, 1000.0),
     _p('ucb.per_iteration', False, 'Policies ucb_sync, ucb_async: choose after every iteration, '
        'not every scheduling_interval.', CONFIGURE),
-    _p('memory.budget_mib', 0, 'Most memory the node may take [MiB]; 0 = no limit but what is '
-       'free.', CONFIGURE, 0, 1 << 20),
+    _p('memory.budget_mib', 0, 'Most memory the node may take, its libraries included '
+       '[MiB]; 0 = no limit but what is free.', CONFIGURE, 0, 1 << 20),
     _p('memory.min_free_mib', 128, 'Memory to be left free on the machine [MiB].', CONFIGURE,
        0, 1 << 20),
     _p('context.max_tokens', 2048, 'Most tokens of prompt and output together.', CONFIGURE,
        16, 1 << 20),
     _p('draft.max_tokens', 4, 'Most tokens drafted per iteration; 0 = speculation off.',
        CONFIGURE, 0, 16),
+    _p('draft.max_branches', 4, 'Most second choices of a draft that are verified beside its '
+       'tokens, where they pay; 0 = none.', CONFIGURE, 0, 16),
     _p('draft.adaptive', True, 'Draft fewer tokens, or none, where more do not pay.', CONFIGURE),
     _p('draft.copy', True, 'Where the answer repeats what stands in the text already, copy it '
        'instead of drafting.', LIVE),
+    _p('draft.min_confidence', 0.0, 'A draft proposes no more once its next token has less '
+       'than this probability; 0 = off.', REQUEST, 0.0, 1.0),
     _p('queue.max_size', 8, 'Most requests waiting; more are refused with QUEUE_FULL.', LIVE,
        1, 1024),
     _p('system_prompt', '', 'System prompt of requests that bring none.', REQUEST),
     _p('sampling.max_new_tokens', 256, 'Most output tokens of requests that say 0.', REQUEST,
        1, 1 << 20),
+    _sampling('temperature', 0.0, 'Softmax temperature; 0 = greedy.'),
+    _sampling('top_k', 0, 'Keep the k most probable tokens; 0 = off.'),
+    _sampling('top_p', 1.0, 'Keep the fewest tokens whose probabilities add up to this; 1 = off.'),
+    _sampling('min_p', 0.0, 'Keep tokens at least this probable, as a share of the most probable '
+              'one; 0 = off.'),
+    _sampling('repetition_penalty', 1.0, 'Divides positive and multiplies negative logits of '
+              'tokens in prompt or output; 1 = off.'),
+    _sampling('presence_penalty', 0.0, 'Subtracted from logits of tokens in the output.'),
+    _sampling('frequency_penalty', 0.0, 'Subtracted from logits of tokens once per time in the '
+              'output.'),
+    _sampling('min_tokens', 0, 'Output tokens before which end-of-sequence is not chosen.'),
+    _p('sampling.seed', 0, 'Same seed, same request: same output; 0 = a new one for every '
+       'request.', REQUEST, 0, 1 << 62),
+    _p('sampling.ignore_eos', False, 'Go on after end-of-sequence.', REQUEST),
+    _p('sampling.verification', 'coupled', 'How drafted tokens are judged when sampling: see '
+       'docs/sampling.md.', REQUEST, choices=VERIFICATIONS),
     _p('request_timeout_sec', 0.0, 'From acceptance to the end [s] for requests that say 0; '
        '0 = none.', REQUEST, 0.0, 86400.0),
     _p('stream.min_period_sec', 0.0, 'Least time between two chunks on ~/tokens [s]; text in '

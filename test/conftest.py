@@ -235,3 +235,13 @@ def full_bundle(tmp_path_factory, model_dirs, trainable):
                     options={'depth': 0, 'layers': 1, 'features': [2]})
     maker.add_draft('lookup', 'prompt_lookup')
     return maker.write()
+
+
+@pytest.fixture
+def prompts(tmp_path) -> Path:
+    """Two prompts of each of two domains."""
+    file = tmp_path / 'prompts.jsonl'
+    lines = [{'domain': domain, 'prompt': f'{text} {i}'} for i in range(2)
+             for domain, text in (('general', 'the robot'), ('code', 'def add'))]
+    file.write_text(''.join(json.dumps(line) + '\n' for line in lines))
+    return file

@@ -209,6 +209,7 @@ class ScriptedLoader:
         self.bytes_read = 0
         self.started: list[tuple[float, str]] = []
         self.cancels = 0
+        self.stall = ''
         self.may_wait = False
         self._due = 0.0
         self._outcome = ''
@@ -264,7 +265,7 @@ class GatedStore:
         self.reads: list[str] = []
 
     def read(self, draft, progress, cancelled):
-        from memspec_ros.models.weights import LoadCancelled
+        from memspec_ros.models.reading import LoadCancelled
         self.reads.append(draft)
         progress(0)
         while not self.gate.acquire(timeout=0.002):

@@ -151,6 +151,28 @@ class Peer:
         self.wait(future.done, what, timeout)
         return future.result()
 
+    def _introduce(self, fqn: str) -> None:
+        """
+        Have the node know of every subscription made so far: what it sends before is lost.
+
+        Endpoints are announced in order. A node that answers a client made just now has heard
+        of all that came before it.
+        """
+        client = self.node.create_client(GetParameters, f'{fqn}/get_parameters')
+        try:
+            self.wait(client.service_is_ready, f'the services of {fqn}')
+            answers, asked = [], 0.0
+
+            def answered() -> bool:
+                nonlocal asked
+                if time.monotonic() > asked + 1.0:
+                    asked = time.monotonic()
+                    answers.append(client.call_async(GetParameters.Request()))
+                return any(answer.done() for answer in answers)
+            self.wait(answered, f'an answer of {fqn}')
+        finally:
+            self.node.destroy_client(client)
+
     @contextmanager
     def listen(self, kind, topic: str, qos=DEEP, matched: bool = True):
         """Messages of a topic, in a list that grows while the peer spins."""
@@ -159,6 +181,8 @@ class Peer:
         try:
             if matched:
                 self.wait(lambda: self.node.count_publishers(topic), f'a publisher of {topic}')
+            if matched and kind is TokenChunk:
+                self._introduce(topic.rpartition('/')[0])
             yield messages
         finally:
             self.node.destroy_subscription(subscription)

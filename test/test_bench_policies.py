@@ -1,39 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cost profiles, oracles, the bound and the suite that compares policies on traces."""
+"""Cost profiles, oracles and the bound."""
 
 from functools import cache
 import json
 import math
 
 import pytest
-from replay_maker import (
-    drafts_of,
-    FixedRanker,
-    profile_of,
-    random_trace,
-    replayer_of,
-)
-from trace_maker import DRAFTS, header, trace_of, write
+from replay_maker import drafts_of, FixedRanker, profile_of, random_trace, replayer_of
+from trace_maker import DRAFTS, trace_of
 
 from memspec_ros.bench.bound import bound, least_ms
 from memspec_ros.bench.oracles import oracle_static, OracleDynamicPolicy
-from memspec_ros.bench.policies import (
-    BOUND,
-    format_table,
-    geometric_mean,
-    policy_names,
-    run_policies,
-    run_policy,
-    variants,
-)
 from memspec_ros.bench.profile import load_profile, profile_names, ProfileError
-from memspec_ros.bench.replay import Scenario, take_per_domain
+from memspec_ros.bench.replay_source import answer
+from memspec_ros.bench.source import BOUND, policy_names, variants
 from memspec_ros.bench.trace_costs import PLAIN, TraceCosts
-from memspec_ros.cli import main
-from memspec_ros.models.errors import BundleError, InvalidRequestError
-from memspec_ros.runtime.policies import POLICY_NAMES, StaticPolicy
+from memspec_ros.runtime.policies import StaticPolicy
 
-SHARES = ('desired', 'fallback', 'prediction', 'load_wait', 'catch_up', 'other')
 # Nanoseconds of the clock are whole, milliseconds of the bound are not.
 CLOSE = 1e-6
 
@@ -133,7 +116,7 @@ SWITCHING = [[1] * 12 + [0] * 12, [0] * 12 + [1] * 12, [0, 1] * 12]
 def test_the_static_oracle_is_the_best_draft_of_the_prompt():
     replayer = replayer_of()
     trace = trace_of('0a', [[0, 1] * 8, [1] * 16, [0] * 16])
-    outcome = oracle_static(replayer, trace)
+    outcome = oracle_static(replayer, [trace])[0]
     assert {step.draft for step in outcome.steps} == {'far'}
     speeds = [replayer.run(trace, lambda world, draft=draft: StaticPolicy(draft))
               .stats.tokens_per_sec for draft in DRAFTS]
@@ -144,7 +127,7 @@ def test_the_static_oracle_is_the_best_draft_of_the_prompt():
 def test_the_dynamic_oracle_changes_drafts_when_the_text_does(k):
     replayer, trace = replayer_of(cache_capacity=k), trace_of('0a', SWITCHING)
     outcome = replayer.run(trace, OracleDynamicPolicy)
-    best = oracle_static(replayer, trace)
+    best = oracle_static(replayer, [trace])[0]
     assert outcome.stats.tokens_per_sec > best.stats.tokens_per_sec
     used = [step.draft for step in outcome.steps]
     assert used[0] == 'near' and used[-1] == 'far'
@@ -238,164 +221,7 @@ def test_nothing_is_faster_than_the_bound(k, load, first_load_counts):
         for trace in (random_trace(seed), trace_of('0b', SWITCHING)):
             tokens, seconds = bound(replayer, trace)
             for name in policy_names():
-                for options in variants(name).values() if name != BOUND else ():
-                    stats = run_policy(replayer, trace, name, **options).stats
+                for contender in variants(name).values() if name != BOUND else ():
+                    stats = answer(replayer, [trace], contender)[0].stats
                     assert stats.output_tokens == tokens
-                    assert stats.decode_sec >= seconds * (1 - CLOSE), (name, options)
-
-
-# --- the suite ---
-
-@pytest.fixture
-def traces():
-    return [random_trace(seed) for seed in range(4)]
-
-
-@pytest.fixture
-def result(traces):
-    return run_policies(traces, header(), drafts_of(), Scenario(profile_of(), gamma=3),
-                        FixedRanker({'near': 0.4, 'far': 0.5, 'top': 0.6}))
-
-
-def test_the_suite_compares_everything(result):
-    names = set(policy_names())
-    assert names == {*POLICY_NAMES, 'oracle_static', 'oracle_dynamic', 'bound'}
-    assert set(result['normalised']) == names
-    for name, rates in result['normalised'].items():
-        assert set(rates) == {'domain0', 'domain1', 'gmean'}
-        assert rates['gmean'] == pytest.approx(math.sqrt(rates['domain0'] * rates['domain1']))
-        assert all(rates[key] <= result['normalised']['bound'][key] for key in rates), name
-    assert set(result['normalised']['general_static'].values()) == {1.0}
-    assert result['normalised']['oracle_static']['gmean'] >= 1
-    assert set(result['acceptance']) == set(result['breakdown']) == names - {'bound'}
-    for name, shares in result['breakdown'].items():
-        assert set(shares) == set(SHARES)
-        assert sum(shares.values()) == pytest.approx(1) and min(shares.values()) >= 0
-        assert 0 <= result['acceptance'][name]['gmean'] <= 1
-    speeds = result['tokens_per_sec']['general_static']
-    assert result['plain'] == {**{domain: pytest.approx(1e3 / 102 / speeds[domain])
-                                  for domain in speeds}, 'gmean': result['plain']['gmean']}
-    assert result['breakdown']['memspec']['load_wait'] == 0
-    assert result['breakdown']['ucb_sync']['load_wait'] > 0
-    assert result['prompts'] == {'domain0': 2, 'domain1': 2}
-    assert set(result['prompt_tokens_per_sec']['memspec']) == {'r0', 'r1', 'r2', 'r3'}
-    assert json.loads(json.dumps(result)) == result
-
-
-def test_of_the_bandits_the_best_variant_is_reported(result):
-    for name in ('ucb_sync', 'ucb_async'):
-        ways = result['variants'][name]
-        assert len(ways) == 10 and result['best_variant'][name] in ways
-        assert max(ways.values()) == pytest.approx(result['normalised'][name]['gmean'])
-
-
-def test_the_table_names_everything(result):
-    table = format_table(result)
-    for word in (*policy_names(), *SHARES, 'domain0', 'gmean', 'K = 2', 'the best of 10'):
-        assert word in table
-
-
-def test_with_no_slot_nothing_is_drafted_and_all_are_alike(traces):
-    result = run_policies(traces, header(), drafts_of(),
-                          Scenario(profile_of(rank_ms=0), cache_capacity=0, gamma=3))
-    for name, rates in result['normalised'].items():
-        assert rates['gmean'] == pytest.approx(1) == result['plain']['gmean'], name
-    assert result['acceptance']['memspec'] == {'domain0': None, 'domain1': None, 'gmean': None}
-    assert '-' in format_table(result)
-
-
-def test_the_suite_says_what_it_cannot_do(traces):
-    scenario = Scenario(profile_of())
-    with pytest.raises(InvalidRequestError, match="policy 'best' is not known; there are: gen"):
-        run_policies(traces, header(), drafts_of(), scenario, policies=['best'])
-    with pytest.raises(InvalidRequestError, match='no traces to replay'):
-        run_policies([], header(), drafts_of(), scenario)
-    with pytest.raises(BundleError, match='needs a draft of domain "general"'):
-        run_policies(traces, header(), drafts_of()[1:], scenario)
-    some = run_policies(traces, header(), drafts_of(), scenario, policies=['hedge'])
-    assert list(some['normalised']) == ['general_static', 'hedge']
-
-
-def test_means_and_choices():
-    assert geometric_mean([2.0, 8.0]) == pytest.approx(4)
-    assert geometric_mean([]) is geometric_mean([1.0, 0.0]) is geometric_mean([None]) is None
-    traces = [random_trace(seed) for seed in range(5)]
-    assert [trace.key for trace in take_per_domain(traces, 1)] == ['r0', 'r1']
-    assert take_per_domain(traces, 0) == traces
-
-
-# --- the commands ---
-
-@pytest.fixture(scope='module')
-def traced(full_bundle, tmp_path_factory):
-    """Traces of the bundle with a draft of every kind."""
-    root = tmp_path_factory.mktemp('traced')
-    prompts = root / 'prompts.jsonl'
-    prompts.write_text(''.join(json.dumps({'domain': domain, 'prompt': f'{domain} {i} a b a b'})
-                               + '\n' for i in range(2) for domain in ('general', 'code')))
-    assert main(['trace', '--bundle', str(full_bundle), '--prompts', str(prompts), '--out',
-                 str(root / 'out'), '--max-new-tokens', '16', '--gamma', '4', '--threads', '1',
-                 '--device', 'cpu', '--json', str(root / 'figures.json')]) == 0
-    return root / 'out'
-
-
-def policies(bundle, traces, *more):
-    return main(['bench', 'policies', '--bundle', str(bundle), '--traces', str(traces), *more])
-
-
-def test_the_command_prints_a_table_and_writes_json(full_bundle, traced, tmp_path, capfd):
-    file = tmp_path / 'policies.json'
-    assert policies(full_bundle, traced, '--mode', 'replay', '--json', str(file)) == 0
-    shown = capfd.readouterr().out
-    assert 'jetson_orin_nano' in shown and 'oracle_dynamic' in shown
-    result = json.loads(file.read_text())
-    assert set(result['normalised']) == set(policy_names())
-    assert result['scenario']['profile']['load_ratio'] == 2.7
-    assert policies(full_bundle, traced, '--json', '-') == 0
-    assert json.loads(capfd.readouterr().out) == result
-    assert policies(full_bundle, traced, '--json', '-', '--policy', 'memspec', '--k', '1', '--n',
-                    '2', '--gamma', '3', '--load-ratio', '0', '--prompts-per-domain', '1',
-                    '--without', 'lookup', '--profile', 'jetson_agx_orin') == 0
-    result = json.loads(capfd.readouterr().out)
-    assert result['scenario']['profile']['load_ratio'] is None and 'lookup' not in result['drafts']
-    assert result['prompts'] == {'code': 1, 'general': 1}
-    assert list(result['normalised']) == ['general_static', 'memspec']
-
-
-@pytest.mark.parametrize('arguments, words', [
-    (['--k', '-1'], '--k is -1'), (['--n', '0'], '--n is 0'), (['--gamma', '0'], '--gamma is 0'),
-    (['--gamma', '5'], 'drafting 5 tokens: the traces hold 4'),
-    (['--load-ratio', '-2'], '--load-ratio is -2'), (['--load-ratio', 'nan'], '--load-ratio is'),
-    (['--max-new-tokens', '0'], '--max-new-tokens is 0'),
-    (['--profile', '/no/profile'], 'profile /no/profile: No such file'),
-    (['--policy', 'best'], "policy 'best' is not known"),
-    (['--without', 'other'], '--without other: the traces hold no such draft'),
-    (['--traces', '/no/traces'], '/no/traces/traces.json'),
-    (['--bundle', '/no/bundle'], '/no/bundle')])
-def test_errors_are_one_line(full_bundle, traced, capfd, arguments, words):
-    assert policies(full_bundle, traced, *arguments) == 1
-    error = capfd.readouterr().err.strip()
-    assert error.startswith('memspec bench: ') and words in error and '\n' not in error
-
-
-def test_traces_of_another_kind_are_not_mixed(full_bundle, traced, tmp_path, capfd):
-    other = write(tmp_path, [])
-    assert policies(full_bundle, traced, '--traces', str(other)) == 1
-    assert 'were not made like those of' in capfd.readouterr().err
-
-
-def test_this_machine_is_measured_and_the_profile_used(full_bundle, traced, tmp_path, capfd):
-    file = tmp_path / 'profile.json'
-    assert main(['bench', 'profile', '--bundle', str(full_bundle), '--device', 'cpu', '--dtype',
-                 'float32', '--threads', '1', '--context', '200', '--draft-tokens', '4',
-                 '--rounds', '3', '--json', str(file)]) == 0
-    assert 'catch-up' in capfd.readouterr().out
-    profile = load_profile(str(file))
-    assert len(profile.verify_ms) == 5 and min(profile.verify_ms) > 0
-    assert set(profile.draft_step_ms) == set(profile.catch_up_row_ms) > set(profile.load_ms)
-    assert profile.catch_up_row_ms['near'] > 0 and profile.rank_ms > 0
-    assert policies(full_bundle, traced, '--profile', str(file), '--json', '-') == 0
-    assert json.loads(capfd.readouterr().out)['scenario']['profile']['about']['rounds'] == 3
-    for wrong, words in ((['--rounds', '1'], '1 rounds'), (['--draft-tokens', '0'], 'at least')):
-        assert main(['bench', 'profile', '--bundle', str(full_bundle), *wrong]) == 1
-        assert words in capfd.readouterr().err
+                    assert stats.decode_sec >= seconds * (1 - CLOSE), contender

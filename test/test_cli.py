@@ -89,6 +89,51 @@ def test_output_does_not_depend_on_how_drafts_are_scheduled(bundle, greedy, capf
     assert result['token_ids'] == greedy(result['prompt_ids'], 20)
 
 
+def test_drafts_are_read_at_the_pace_of_slower_storage(bundle, greedy, capfd, caplog):
+    command = ['generate', '--bundle', bundle, '--prompt', PROMPT, '--max-new-tokens', '20',
+               '--ignore-eos', '--json', '-', *SMALL]
+    assert main([*command, '--storage-mb-per-sec', '0.05', '--storage-latency-ms', '50']) == 0
+    result = json.loads(capfd.readouterr().out)
+    assert result['token_ids'] == greedy(result['prompt_ids'], 20)
+    # Seconds a load: the first one is still on its way when the answer ends.
+    assert result['stats']['loads'] == 1 and result['stats']['desired_sec'] == 0
+    assert main([*command, '--cold-storage']) == 0
+    assert main([*command, '--storage-mb-per-sec', '-1']) == 1
+    assert 'mb_per_sec is -1.0' in capfd.readouterr().err
+
+
+SAMPLED = ['--temperature', '1.2', '--top-k', '40', '--top-p', '0.95', '--min-p', '0.001',
+           '--repetition-penalty', '1.1', '--presence-penalty', '0.2', '--frequency-penalty',
+           '0.1', '--min-tokens', '3', '--logit-bias', '70=2.5', '--logit-bias', '71=-1']
+
+
+def generate(capfd, bundle, *arguments) -> list[int]:
+    assert main(['generate', '--bundle', bundle, '--prompt', PROMPT, '--max-new-tokens', '24',
+                 '--ignore-eos', '--json', '-', *SMALL, *arguments]) == 0
+    return json.loads(capfd.readouterr().out)['token_ids']
+
+
+def test_generate_samples_by_seed_whoever_drafts(bundle, capfd):
+    first = generate(capfd, bundle, *SAMPLED, '--seed', '4')
+    assert first == generate(capfd, bundle, *SAMPLED, '--seed', '4', '--draft-tokens', '0')
+    assert first == generate(capfd, bundle, *SAMPLED, '--seed', '4', '--cache-capacity', '1',
+                             '--fixed-draft-length', '--scheduling-interval', '1')
+    assert first != generate(capfd, bundle, *SAMPLED, '--seed', '5')
+    assert generate(capfd, bundle, *SAMPLED) != generate(capfd, bundle, *SAMPLED)
+    rejected = generate(capfd, bundle, *SAMPLED, '--seed', '4', '--verification', 'rejection',
+                        '--fixed-draft-length')
+    assert len(rejected) == 24
+
+
+def test_names_of_sampling_options_are_those_of_the_decoder():
+    from memspec_ros.cli.options import _SAMPLING
+    from memspec_ros.decoding.sampler import VERIFICATIONS
+    from memspec_ros.decoding.sampling import NUMBERS
+    assert {name: kind for name, (kind, _) in _SAMPLING.items()} == {
+        field.name: type(field.default) for field in NUMBERS}
+    assert VERIFICATIONS == ('coupled', 'rejection')
+
+
 # --- info ---
 
 def test_info_as_json(bundle, capfd):
@@ -134,6 +179,7 @@ def test_bench_quick(bundle, prompts, tmp_path):
     assert result['outputs_differing_from_transformers'] == 0
     for domain in result['domains']:
         assert domain in done.stdout
+    assert result['floor']['read_gb_per_sec'] > 0 and 'floor: a target step' in done.stdout
 
 
 # --- errors ---
@@ -154,6 +200,10 @@ GENERATE = ['generate', '--prompt', PROMPT]
     ([*GENERATE, '--timeout', '-1'], ['timeout_sec']),
     ([*GENERATE, '--timeout', 'nan'], ['timeout_sec']),
     ([*GENERATE, '--stop', ''], ['stop']),
+    ([*GENERATE, '--temperature', 'nan'], ['sampling.temperature', 'nan']),
+    ([*GENERATE, '--temperature', '-1'], ['sampling.temperature', '-1']),
+    ([*GENERATE, '--top-p', '1.5'], ['sampling.top_p', '1.5']),
+    ([*GENERATE, '--logit-bias', '999999=1'], ['sampling.logit_bias_ids', '999999']),
     (['generate', '--prompt', ' '], ['prompt']),
     ([*GENERATE, '--json', '/no/such/folder/out.json'], ['/no/such/folder/out.json']),
 ], ids=lambda value: ' '.join(value[-2:]) if value[0] == 'generate' else None)
@@ -184,7 +234,9 @@ def test_error_of_the_real_command():
 
 @pytest.mark.parametrize('arguments', [
     [], ['no-such-command'], ['generate'], ['bench', 'quick'],
-    ['generate', '--prompt', 'x', '--cache-capacity', 'two']])
+    ['generate', '--prompt', 'x', '--cache-capacity', 'two'],
+    ['generate', '--prompt', 'x', '--logit-bias', '5'],
+    ['generate', '--prompt', 'x', '--verification', 'none'], ['verify', '--count', 'x']])
 def test_usage_errors(arguments, capfd):
     with pytest.raises(SystemExit) as caught:
         main(arguments)

@@ -5,7 +5,9 @@ from fakes import Bench, counting, DraftTrouble, EOS, FakeDrafter, FakeKind, scr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 import pytest
+import torch
 
+from memspec_ros.decoding.sampling import Sampling
 from memspec_ros.models.errors import ContextOverflowError, InvalidRequestError
 from memspec_ros.models.state import Proposal
 from memspec_ros.runtime.requests import Finish, GenerationRequest, prepare
@@ -639,6 +641,8 @@ def test_a_proposal_shorter_than_asked_is_fine():
 
 
 class _Encoder:
+    size = 256
+
     def __init__(self, count):
         self.count = count
 
@@ -655,7 +659,9 @@ class _Encoder:
     ({'timeout_sec': float('nan')}, 'timeout_sec'),
     ({'timeout_sec': float('inf')}, 'timeout_sec'),
     ({'stop': ['a', '']}, 'stop string is empty'),
-    ({'stop': ['a'] * 17}, '17 stop strings')])
+    ({'stop': ['a'] * 17}, '17 stop strings'),
+    ({'sampling': Sampling(temperature=-0.5)}, 'sampling.temperature is -0.5'),
+    ({'sampling': Sampling(logit_bias=((256, 1.0),))}, 'sampling.logit_bias_ids has 256')])
 def test_requests_that_cannot_be_carried_out_name_the_field(changes, message):
     with pytest.raises(InvalidRequestError, match=message):
         prepare(GenerationRequest(**{'prompt': 'hi', **changes}), _Encoder(3), 100, 0.0)
@@ -671,6 +677,66 @@ def test_a_context_overflow_is_refused_first_with_both_numbers():
     with pytest.raises(ContextOverflowError, match='characters'):
         prepare(GenerationRequest('x' * 10 ** 6), encoder, 100, 0.0)
     assert not hasattr(encoder, 'messages')
+
+
+def test_a_request_without_a_seed_gets_one_of_its_own():
+    def seed_of(**sampling):
+        return prepare(GenerationRequest('hi', max_new_tokens=4, sampling=Sampling(**sampling)),
+                       _Encoder(3), 100, 0.0).sampling.seed
+    assert seed_of(temperature=1.0, seed=7) == 7
+    seeds = {seed_of(temperature=1.0) for _ in range(5)}
+    assert len(seeds) == 5 and all(0 < seed < 2 ** 63 for seed in seeds)
+
+
+def _even(prefix):
+    probs = torch.full((256,), 1e-6)
+    probs[65:75] = 0.1
+    return probs
+
+
+def test_sampled_output_does_not_depend_on_drafts_their_loads_or_what_ran_before():
+    params = Sampling(temperature=1.0, seed=11)
+    outputs = []
+    for drafts, interval in (({}, 4), ({'a': good()}, 1), ({'a': good(), 'free': free()}, 3)):
+        bench = Bench(drafts, interval=interval, next_token=_even)
+        outputs.append(bench.run(max_new_tokens=60, sampling=params)[0])
+        bench.run((9, 9), 20, sampling=Sampling(temperature=1.0, seed=4))
+        assert bench.run(max_new_tokens=60, sampling=params)[0] == outputs[0]
+    assert outputs[0] == outputs[1] == outputs[2] and len(set(outputs[0])) > 5
+    assert bench.run(max_new_tokens=60, sampling=Sampling(temperature=1.0, seed=12))[
+        0] != outputs[0]
+
+
+def test_sampling_ends_with_its_request():
+    bench = Bench({'free': free()})
+    bench.run(sampling=Sampling(temperature=5.0, seed=1, repetition_penalty=1.5))
+    assert bench.run()[0] == numbers(4, 40)
+
+
+@pytest.mark.parametrize('verification', ['coupled', 'rejection'])
+def test_limits_stop_strings_and_end_of_sequence_hold_when_sampling(verification):
+    bench = Bench({'free': free()}, next_token=_even)
+    bench.settings.verification = verification
+    params = Sampling(temperature=1.0, seed=5)
+    ids, text, last, _ = bench.run(max_new_tokens=31, sampling=params)
+    assert len(ids) == 31 == last.stats.output_tokens and last.finish is Finish.LENGTH
+    stop = text[9:11]
+    cut, shown, last, _ = bench.run(max_new_tokens=31, sampling=params, stop=(stop,))
+    assert shown == text[:text.index(stop)] and cut == ids[:text.index(stop) + 2]
+    assert last.finish is Finish.STOP and last.stats.output_tokens == len(cut)
+    ends = Sampling(temperature=1.0, seed=5, min_tokens=6, logit_bias=((EOS, 50.0),))
+    cut, _, last, _ = bench.run(max_new_tokens=31, sampling=ends)
+    assert cut.index(EOS) == 6 == len(cut) - 1 and last.finish is Finish.STOP
+    goes_on, _, last, _ = bench.run(max_new_tokens=31, sampling=ends, ignore_eos=True)
+    assert len(goes_on) == 31 and set(goes_on[6:]) == {EOS} and last.finish is Finish.LENGTH
+
+
+def test_a_draft_less_sure_than_asked_for_is_not_used():
+    bench = Bench({'free': free()})
+    bench.settings.min_confidence = 0.5
+    # A draft that does not choose by its logits is not held back.
+    assert bench.run()[2].stats.drafted > 0
+    assert bench.engine.sampler.min_confidence == 0.5
 
 
 def test_a_prompt_without_tokens_is_refused():

@@ -111,7 +111,7 @@ def test_feature_drafts_are_the_default(full_bundle, tmp_path, prompts, capsys):
 def test_interrupted_and_resumed_it_makes_the_same_drafts(full_bundle, tmp_path, prompts, capsys,
                                                           monkeypatch):
     """Wherever it is stopped: in the outputs, in the lessons, in the base, in a draft."""
-    from memspec_ros.training import distill, outputs, teacher
+    from memspec_ros.training import distill, distill_job, outputs, teacher
     train, held_out = prompts('train.jsonl', 6), prompts('eval.jsonl', 1)
     more = ('--kind', 'feature', '--checkpoint-steps', '1', '--resume')
     work = tmp_path / 'work'
@@ -145,8 +145,8 @@ def test_interrupted_and_resumed_it_makes_the_same_drafts(full_bundle, tmp_path,
     interrupt(distill.Distillation, '_learn', 1, before=True)
     shutil.copytree(work, tmp_path / 'whole')
     assert run(full_bundle, tmp_path / 'whole', train, held_out, *more) == 0
-    interrupt(distill, 'save_training', 1)  # in the base
-    interrupt(distill, 'save_training', 1)
+    interrupt(distill_job, 'save_training', 1)  # in the base
+    interrupt(distill_job, 'save_training', 1)
     capsys.readouterr()
     interrupt(distill.Distillation, '_learn', 1, before=True)
     assert 'base: resumed at step 2' in capsys.readouterr().out
@@ -160,8 +160,8 @@ def test_interrupted_and_resumed_it_makes_the_same_drafts(full_bundle, tmp_path,
 
 def test_without_resume_an_interrupted_training_begins_anew(full_bundle, tmp_path, prompts,
                                                             capsys, monkeypatch):
-    from memspec_ros.training import distill
-    original = distill.save_training
+    from memspec_ros.training import distill_job
+    original = distill_job.save_training
 
     def stopping(path, state):
         original(path, state)
@@ -170,7 +170,7 @@ def test_without_resume_an_interrupted_training_begins_anew(full_bundle, tmp_pat
     train, held_out = prompts('train.jsonl', 4), prompts('eval.jsonl', 1)
     more = ('--kind', 'feature', '--checkpoint-steps', '1')
     with monkeypatch.context() as patch:
-        patch.setattr(distill, 'save_training', stopping)
+        patch.setattr(distill_job, 'save_training', stopping)
         assert run(full_bundle, tmp_path / 'work', train, held_out, *more) != 0
     assert (tmp_path / 'work' / 'base.state').exists()
     assert run(full_bundle, tmp_path / 'work', train, held_out, *more) == 0
@@ -230,3 +230,23 @@ def test_independent_drafts_are_directories_of_their_own(full_bundle, tmp_path, 
     assert run(full_bundle, work, prompts('train.jsonl', 4), prompts('eval.jsonl', 1),
                '--kind', 'causal_lm', '--width', '16', '--layers', '1') == 0
     assert 'is there already' in capsys.readouterr().out
+
+
+def test_a_curve_says_what_more_data_brings(full_bundle, tmp_path, prompts, capsys):
+    work, train, held_out = tmp_path / 'work', prompts('train.jsonl', 8), prompts('eval.jsonl', 2)
+    shape = ('--kind', 'shared_layers')
+    assert run(full_bundle, work, train, held_out, *shape, '--curve', 'code') == 0
+    points = json.loads((work / 'curve-code.json').read_text())['points']
+    tokens = [point['training_tokens'] for point in points]
+    assert len(tokens) == 4 and tokens == sorted(tokens) and tokens[0] < tokens[-1] / 4
+    made = {path.name for path in (work / 'curve').iterdir()}
+    assert made == {f'code-{share}.safetensors' for share in (0.125, 0.25, 0.5)}
+    # The last point is the draft in the bundle, and only it is.
+    assert points[-1]['agreement'] == pytest.approx(
+        load_bundle(work).draft('code').acceptance, abs=1e-3)
+    assert [spec.id for spec in load_bundle(work).drafts] == ['general', 'code', 'lookup']
+    out = capsys.readouterr().out
+    assert (work / 'curve-code.png').exists() or 'matplotlib' in out
+    # What a curve needs is said before anything is made.
+    assert run(full_bundle, work, train, held_out, *shape, '--curve', 'cod') != 0
+    assert '--curve cod' in capsys.readouterr().err

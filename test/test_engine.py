@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The draft-verify loop: the same tokens as plain greedy decoding, whoever drafts."""
 
+from dataclasses import replace
+
 from conftest import build_llama, PADDED_VOCABULARY, PROMPTS, REAL_VOCABULARY
 from fakes import (
     counting,
@@ -17,7 +19,10 @@ from hypothesis import strategies as st
 import pytest
 import torch
 
+from memspec_ros.bench.exact import by_transformers
+from memspec_ros.decoding.chance import Chance
 from memspec_ros.decoding.engine import DraftFailure, Engine
+from memspec_ros.decoding.sampling import Prefix, Sampling
 from memspec_ros.decoding.verification import verify_greedy
 from memspec_ros.models.bundle import load_bundle
 from memspec_ros.models.drafts import KINDS
@@ -83,6 +88,83 @@ def test_every_draft_kind_and_gamma_equals_transformers_greedy(
     prompt = PROMPTS[gamma % 2]
     output = decode(engine, make_drafter(name), prompt, LENGTH, gamma)
     assert output == greedy(prompt, LENGTH)
+
+
+EVERY_KIND = (*KIND_NAMES, 'feature', 'embedded')
+SAMPLING = Sampling(temperature=0.8, top_k=30, top_p=0.95, min_p=0.01, repetition_penalty=1.2,
+                    presence_penalty=0.3, frequency_penalty=0.2, logit_bias=((7, 1.0),))
+
+
+@pytest.fixture
+def sampling_engine(engine):
+    """The engine, which goes back to greedy decoding after the test."""
+    yield engine
+    engine.use(Sampling())
+
+
+@pytest.mark.parametrize('name', EVERY_KIND)
+def test_sampled_output_is_plain_sampling_whoever_drafts(sampling_engine, make_drafter, reference,
+                                                         name):
+    """Pitfall 11; drafts with a trimmed head among them (300 of 320 ids)."""
+    for seed, gamma in ((3, 1), (4, 4)):
+        chance, tokens = Chance(seed), list(PROMPTS[0])
+        while len(tokens) < len(PROMPTS[0]) + 20:
+            with torch.inference_mode():
+                row = reference(torch.tensor([tokens])).logits[0, -1]
+            probs = by_transformers(row, Prefix(tokens, len(PROMPTS[0])), SAMPLING)[1]
+            tokens.append(chance.draw(probs, len(tokens)))
+        sampling_engine.use(replace(SAMPLING, seed=seed))
+        records = []
+        output = decode(sampling_engine, make_drafter(name), PROMPTS[0], 20, gamma,
+                        records=records)
+        assert output == tokens[len(PROMPTS[0]):]
+        if name in ('near', 'top', 'feature'):
+            assert sum(r.accepted for r in records) > 0
+
+
+@pytest.mark.parametrize('name', EVERY_KIND)
+def test_rejection_sampling_with_every_draft_kind(sampling_engine, make_drafter, name):
+    """What is proposed has a distribution (of its own head), and the limit is met."""
+    sampling_engine.use(replace(SAMPLING, seed=5), 'rejection')
+    outputs = [decode(sampling_engine, make_drafter(name), PROMPTS[0], 15, 4) for _ in range(2)]
+    assert outputs[0] == outputs[1] and len(outputs[0]) == 15
+    if name in ('none', 'lookup'):
+        return
+    drafter = make_drafter(name)
+    drafter.catch_up(sampling_engine.state, 1000)
+    proposal = drafter.propose(sampling_engine.state, 3)
+    assert proposal.probs.shape == (3, PADDED_VOCABULARY)
+    assert torch.allclose(proposal.probs.sum(-1), torch.ones(3))
+    assert (proposal.probs[range(3), proposal.tokens] > 0).all()
+    assert (proposal.probs[:, REAL_VOCABULARY:] == 0).all()
+
+
+@pytest.mark.parametrize('name', EVERY_KIND)
+def test_greedy_with_a_penalty_equals_transformers_with_it(sampling_engine, make_drafter,
+                                                           reference, name):
+    """Pitfall 13: each row of a block sees the drafts before it."""
+    with torch.inference_mode():
+        ids = reference.generate(
+            torch.tensor([PROMPTS[1]]), do_sample=False, max_new_tokens=30,
+            repetition_penalty=1.3, pad_token_id=0,
+            attention_mask=torch.ones(1, len(PROMPTS[1]), dtype=torch.long))
+    sampling_engine.use(Sampling(repetition_penalty=1.3))
+    for gamma in (1, 5):
+        assert decode(sampling_engine, make_drafter(name), PROMPTS[1], 30, gamma) == ids[
+            0, len(PROMPTS[1]):].tolist()
+
+
+def test_a_cut_off_ends_a_proposal_early_and_changes_no_output(sampling_engine, make_drafter,
+                                                              greedy):
+    for name in ('near', 'top', 'feature'):
+        drafted = {}
+        for least in (0.0, 0.1, 0.4):
+            sampling_engine.use(Sampling(), min_confidence=least)
+            records = []
+            assert decode(sampling_engine, make_drafter(name), PROMPTS[0], 30, 4,
+                          records=records) == greedy(PROMPTS[0], 30)
+            drafted[least] = sum(r.drafted for r in records)
+        assert drafted[0.0] > drafted[0.1] > drafted[0.4], (name, drafted)
 
 
 @pytest.mark.parametrize('prompt', PROMPTS, ids=len)

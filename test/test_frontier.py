@@ -2,7 +2,6 @@
 """``memspec bench frontier``: every draft alone, its gain and its memory; and how it fails."""
 
 import json
-from pathlib import Path
 import shutil
 import sys
 
@@ -10,6 +9,7 @@ from conftest import build_llama, build_tokenizer, BundleMaker, REAL_VOCABULARY,
 import pytest
 
 from memspec_ros.bench import frontier as bench
+from memspec_ros.bench.contest import Contest
 from memspec_ros.bench.frontier_figure import draw, format_table, frontier
 from memspec_ros.cli import main
 from memspec_ros.decoding.draft_length import DraftLength
@@ -19,15 +19,6 @@ SMALL = ['--dtype', 'float32', '--threads', '1', '--context', '160', '--max-new-
          '--fixed-draft-length', '--draft-tokens', '3']
 FIELDS = {'draft', 'kind', 'extra_bytes', 'extra_percent', 'speedup', 'tokens_per_iteration',
           'draft_step_over_target_step'}
-
-
-@pytest.fixture
-def prompts(tmp_path) -> Path:
-    file = tmp_path / 'prompts.jsonl'
-    lines = [{'domain': domain, 'prompt': f'{text} {i}'} for i in range(2)
-             for domain, text in (('general', 'the robot'), ('code', 'def add'))]
-    file.write_text(''.join(json.dumps(line) + '\n' for line in lines))
-    return file
 
 
 @pytest.fixture(autouse=True)
@@ -91,6 +82,7 @@ def test_every_draft_of_all_bundles_is_measured_alone(full_bundle, second_bundle
     assert points['other/far']['shared_head_percent'] == 0
     assert result['prompts'] == 2 and result['prompts_sha256'] == sha256_of(prompts)
     assert result['dtype'] == 'torch.float32' and result['torch_threads'] == 1
+    assert result['floor']['share'] > 0
     out = capfd.readouterr().out
     for word in ('other/top', 'speed-up', 'shared head of other', 'step/step', 'code: 2 of 2'):
         assert word in out
@@ -110,16 +102,16 @@ def test_a_draft_is_never_helped_by_another(second_bundle, prompts, monkeypatch)
     monkeypatch.setattr(controller, 'LEAST_MATCH', 0)
     monkeypatch.setattr(DraftLength, 'speed', lambda self, draft, gamma: draft == 'lookup')
     asked = []
-    answer = bench._Contest._answer
+    answer = Contest.answer
 
     def watch(self, name, text, limit):
-        before = len(self._controller.recent_steps)
+        before = len(self.controller.recent_steps)
         result = answer(self, name, text, limit)
-        steps = list(self._controller.recent_steps)[before:]
+        steps = list(self.controller.recent_steps)[before:]
         asked.append((name, {step.draft for _, step in steps}))
         return result
 
-    monkeypatch.setattr(bench._Contest, '_answer', watch)
+    monkeypatch.setattr(Contest, 'answer', watch)
     assert run(second_bundle, prompts) == 0
     assert {name for name, _ in asked} == {'plain', 'far', 'top', 'lookup'}
     for name, drafts in asked:
@@ -128,8 +120,8 @@ def test_a_draft_is_never_helped_by_another(second_bundle, prompts, monkeypatch)
 
 def test_the_order_rotates(second_bundle, prompts, monkeypatch):
     order = []
-    answer = bench._Contest._answer
-    monkeypatch.setattr(bench._Contest, '_answer', lambda self, name, text, limit: (
+    answer = Contest.answer
+    monkeypatch.setattr(Contest, 'answer', lambda self, name, text, limit: (
         order.append(name), answer(self, name, text, limit))[1])
     assert run(second_bundle, prompts) == 0
     assert order[4:] == ['plain', 'far', 'top', 'lookup', 'far', 'top', 'lookup', 'plain']
@@ -149,12 +141,16 @@ RESULT = {
          'speedup': 1.4, 'tokens_per_iteration': 2.0, 'draft_step_over_target_step': 0.2,
          'shared_head_percent': 0.0}],
     'shared_heads': {'here': {'bytes': 35, 'percent': 3.5}},
-    'target': {'name': 'tiny', 'bytes': 1000, 'step_sec': 0.01, 'plain_tps': 80.0}}
+    'target': {'name': 'tiny', 'bytes': 1000, 'step_sec': 0.01, 'plain_tps': 80.0},
+    'floor': {'bytes': 2e6, 'read_gb_per_sec': 20.0, 'torch_threads': 2, 'least_ms': 0.1,
+              'ms': 0.4, 'share': 0.25}}
 
 
 def test_the_table_is_in_order_of_memory():
     lines = format_table(RESULT).splitlines()
     assert [line.split()[0] for line in lines[1:4]] == ['small', 'a', 'large']
+    assert lines[-1].endswith('reads 2 MB, at 20.0 GB/s (2 threads) 0.10 ms; it takes 0.40 ms, '
+                              '25% of the bandwidth')
     assert '1.90' in lines[2] and '9.0%' in lines[2] and 'shared head of here: 3.50%' in lines[4]
 
 
@@ -208,7 +204,7 @@ def test_wrong_prompts(second_bundle, prompts, tmp_path, capfd):
 
 
 def test_out_that_is_a_file(second_bundle, prompts, tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr('memspec_ros.bench.frontier_figure.check_plotting', lambda: None)
+    monkeypatch.setattr('memspec_ros.bench.plotting.check_plotting', lambda: None)
     assert run(second_bundle, prompts, '--out', prompts) == 1
     assert '--out' in capfd.readouterr().err
 

@@ -82,7 +82,7 @@ def test_logits_equal_those_of_transformers(tmp_path, name, generic):
     if name == 'llama with attention bias':  # the output projection's has no lean path
         with torch.no_grad():
             for layer in model.model.layers:
-                for part in ('q_proj', 'k_proj', 'v_proj'):
+                for part in ('q_proj', 'k_proj', 'v_proj', 'o_proj'):
                     getattr(layer.self_attn, part).bias.normal_(std=0.3)
     model.save_pretrained(tmp_path)
     if name == 'llama with attention bias' and not generic:

@@ -117,6 +117,9 @@ def test_the_trimmed_vocabulary_is_the_most_frequent_tokens():
     assert choose_vocabulary([*many, OutputRecord('d', 'law', [1], [3, 2, 3])], 2) == [3, 5]
     assert coverage(RECORDS, [7]) == pytest.approx(3 / 5)
     assert coverage([], [7]) == 0.0
+    text = OutputRecord('a', 'code', [1, 2], [1, 3, 3, 7, 4])
+    assert coverage([text], [7]) == pytest.approx(1 / 5)
+    assert coverage([text], [7], text=True) == pytest.approx(3 / 5)
 
 
 def test_sampled_outputs_are_further_records_of_a_prompt(tmp_path, target, greedy):

@@ -148,7 +148,7 @@ def test_the_real_engines_decisions_replay_to_the_same_tokens(full_bundle, targe
     locate_target(bundle)
     runtime = Runtime.open(full_bundle, RuntimeOptions(
         device='cpu', dtype='float32', context=200, max_gamma=gamma, adaptive=False,
-        settings=Settings(3, 2)))
+        max_branches=0, settings=Settings(3, 2)))
     try:
         controller = runtime.controller
         tracer = Tracer(bundle, target, controller.stop_ids, 'float32', 200, limit, gamma)

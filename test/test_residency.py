@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule, RuleBasedStateMachine
 import pytest
 
-from memspec_ros.runtime.loader import FileStore, ThreadLoader
+from memspec_ros.runtime.loader import ThreadLoader
 from memspec_ros.runtime.residency import Residency, SlotState
+from memspec_ros.runtime.storage import FileStore
 
 ABSENT, LOADING, READY, FAILED = SlotState
 

@@ -82,7 +82,7 @@ def test_two_streams_at_once(active, client):
 
 def test_refused(client):
     with pytest.raises(RequestRefusedError, match='temperature') as caught:
-        client.submit(PROMPT, sampling=[SamplingParams(temperature=1.0)])
+        client.submit(PROMPT, sampling={'temperature': -1})
     assert caught.value.status.code == Status.INVALID
     with pytest.raises(RequestRefusedError, match='prompt'):
         list(client.stream(''))
@@ -186,6 +186,22 @@ def test_a_request_is_checked_before_it_is_sent():
     for broken in ({'prompt': 'bad \udcff'}, {'prompt': 'a', 'stop': ['bad \udcff']}):
         with pytest.raises(client_module.InvalidRequestError, match='Unicode'):
             client_module.make_request(**broken)
+
+
+def test_sampling_may_be_a_mapping_which_is_checked_too(active, client):
+    request = client_module.make_request(
+        prompt='a', sampling={'temperature': 1, 'top_k': 5, 'logit_bias_ids': [3],
+                              'logit_bias_values': [2]})
+    params = request.sampling[0]
+    assert (params.temperature, params.top_k, params.top_p) == (1.0, 5, 1.0)
+    assert list(params.logit_bias_values) == [2.0]
+    for wrong in ({'temprature': 1.0}, {'top_k': 0.5}, {'top_k': 2 ** 40}, {'seed': 'x'}):
+        with pytest.raises(TypeError, match=next(iter(wrong))):
+            client_module.make_request(prompt='a', sampling=wrong)
+    first, again = (client.generate(PROMPT, max_new_tokens=12, sampling={
+        'temperature': 2, 'seed': 8, 'ignore_eos': True}) for _ in range(2))
+    assert first.token_ids == again.token_ids != client.generate(
+        PROMPT, max_new_tokens=12, **ON).token_ids
 
 
 def test_a_timeout_given_as_an_integer_is_no_timeout_of_zero(active, client):

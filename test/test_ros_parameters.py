@@ -7,6 +7,8 @@ from pathlib import Path
 import subprocess
 import sys
 
+from conftest import build_llama, build_tokenizer, BundleMaker
+from gptq_maker import write_gptq
 import pytest
 import yaml
 
@@ -16,11 +18,12 @@ pytest.importorskip('memspec_ros.srv')
 from rcl_interfaces.msg import ParameterType  # noqa: E402
 from rcl_interfaces.srv import SetParametersAtomically  # noqa: E402
 from rclpy.parameter import Parameter  # noqa: E402
-from ros_peer import LONG, request, Status  # noqa: E402
+from ros_peer import LATCHED, LONG, request, Status  # noqa: E402
 
 from memspec_ros.msg import (  # noqa: E402
     DraftResidency,
     GenerateRequest,
+    ModelInfo,
     Residency,
 )
 from memspec_ros.parameters import BY_NAME, CONFIGURE, PARAMETERS, START  # noqa: E402
@@ -31,8 +34,8 @@ pytest_plugins = ['ros_fixtures']
 SETTABLE = [spec for spec in PARAMETERS if spec.applies != START]
 # As the design has them; a default that changes is a change of the interface.
 DEFAULTS = {'bundle': '', 'device': 'auto', 'dtype': 'auto', 'cache_capacity': 2,
-            'scheduling_interval': 4, 'policy': 'memspec', 'release_on_deactivate': False,
-            'autostart': False}
+            'weights': 'auto', 'scheduling_interval': 4, 'policy': 'memspec',
+            'release_on_deactivate': False, 'autostart': False}
 
 
 def legal(spec) -> list:
@@ -265,6 +268,27 @@ def test_policy(unconfigured, policy):
     if policy == 'general_static':
         assert [count.draft for count in answer.stats.drafts] == ['general']
     assert unconfigured.set(draft__copy=True)[0].successful
+
+
+def test_a_gptq_target_and_its_weights(unconfigured, tmp_path):
+    """The node runs a quantised bundle and says what its layers are held as."""
+    node = unconfigured
+    target = tmp_path / 'target'
+    write_gptq(build_llama(5, num_hidden_layers=2), target)
+    build_tokenizer(target)
+    maker = BundleMaker(tmp_path, target)
+    maker.add_draft('lookup', 'prompt_lookup', domain='')
+    assert all(r.successful for r in node.set(bundle=str(maker.write()), context__max_tokens=256))
+    answers = []
+    for weights, dtype in (('auto', 'float32, weights int4'), ('dense', 'float32')):
+        assert node.set(weights=weights)[0].successful
+        with node.peer.listen(ModelInfo, f'{node.fqn}/model_info', LATCHED) as messages:
+            node.bring_to('active')
+            info = node.peer.wait(lambda: messages and messages[-1], 'the latched message')
+            assert info.dtype == dtype
+        answers.append(node.generate(max_new_tokens=30).token_ids)
+        node.bring_to('unconfigured')
+    assert len(answers[0]) == 30 and answers[0] == answers[1]
 
 
 # --- at start ---

@@ -161,9 +161,10 @@ def test_memory_stays_flat_over_many_requests(active, record_property):
                 active.goal_result(active.send_goal(client, request(max_new_tokens=4))[0])
         return process.memory_info().rss
 
-    # By then all that is kept for a while is full: results, sessions.
-    settled = some_hundreds(0)
-    grown = some_hundreds(300) - settled
+    # By then all that is kept for a while is full (results, sessions), and the heap has found its
+    # size: conversations that are parked and dropped leave holes in it that later ones fill.
+    settled = max(some_hundreds(first) for first in (0, 300, 600, 900))
+    grown = some_hundreds(1200) - settled
     record_property('growth [KiB]', grown // 1024)
     print(f'{settled / 2**20:.0f} MiB, {grown / 1024:.0f} KiB more after 700 further requests')
     assert grown < 6 << 20

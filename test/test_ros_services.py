@@ -121,6 +121,54 @@ def test_zero_filled_sampling_is_the_default(active):
     assert answer.status.code in (Status.OK, Status.LENGTH)
 
 
+def sampled(node, max_new_tokens=24, **fields):
+    params = SamplingParams(**{'temperature': 1.5, 'seed': 5, 'ignore_eos': True, **fields})
+    return raw(node, request(max_new_tokens=max_new_tokens, sampling=[params]))
+
+
+def test_sampling_by_seed(active):
+    first, again, other = (sampled(active, seed=seed) for seed in (5, 5, 6))
+    assert first.status.code == Status.LENGTH and len(first.token_ids) == 24
+    assert first.token_ids == again.token_ids != other.token_ids
+    assert 0 < first.stats.accepted_tokens <= first.stats.drafted_tokens
+    assert first.token_ids != raw(active, request()).token_ids
+    free = [list(sampled(active, seed=0).token_ids) for _ in range(3)]
+    assert len(set(map(tuple, free))) == 3
+    # Drafts or not, this K or that: the same.
+    active.set(cache_capacity=1, scheduling_interval=1, draft__copy=False)
+    assert sampled(active).token_ids == first.token_ids
+
+
+def test_every_field_of_sampling_reaches_the_decoder(active):
+    plain = list(sampled(active, 80).token_ids)
+    for fields in ({'temperature': 3.0}, {'top_k': 2}, {'top_p': 0.2}, {'min_p': 0.4},
+                   {'repetition_penalty': 2.0}, {'presence_penalty': -2.0},
+                   {'frequency_penalty': -2.0}):
+        assert list(sampled(active, 80, **fields).token_ids) != plain, fields
+    assert set(sampled(active, logit_bias_ids=[70], logit_bias_values=[100.0]).token_ids) == {70}
+    assert list(sampled(active, temperature=0.001).token_ids) == list(
+        raw(active, request()).token_ids)
+    end = {'logit_bias_ids': [2], 'logit_bias_values': [100.0], 'ignore_eos': False}
+    for least in (0, 1, 6):
+        answer = sampled(active, min_tokens=least, **end)
+        assert answer.status.code == Status.OK and len(answer.token_ids) == least + 1
+
+
+def test_parameters_apply_to_requests_without_sampling(active):
+    expected = sampled(active)
+    active.set(sampling__temperature=1.5, sampling__seed=5, sampling__ignore_eos=True)
+    assert raw(active, request(sampling=[])).token_ids == expected.token_ids
+    # With one element, its fields apply as they stand.
+    assert raw(active, request()).token_ids != expected.token_ids
+    active.set(sampling__verification='rejection')
+    first, again = (raw(active, request(sampling=[])) for _ in range(2))
+    assert len(first.token_ids) == 24 and again.status.code == Status.LENGTH
+    active.set(sampling__temperature=0.0001)
+    refused = raw(active, request(sampling=[]))
+    assert refused.status.code == Status.INVALID
+    assert 'sampling.temperature is 0.0001, expected 0 or 0.001' in refused.status.message
+
+
 @pytest.mark.parametrize('fields, word', [
     ({'prompt': ''}, 'prompt'),
     ({'prompt': ' \n\t '}, 'prompt'),
@@ -131,14 +179,21 @@ def test_zero_filled_sampling_is_the_default(active):
     ({'timeout_sec': math.inf}, 'timeout_sec'),
     ({'stop': ['end', '']}, 'stop'),
     ({'stop': ['x'] * 17}, 'stop'),
-    ({'sampling': [SamplingParams(temperature=0.7)]}, 'temperature'),
+    ({'sampling': [SamplingParams(temperature=100.5)]}, 'sampling.temperature is 100.5'),
     ({'sampling': [SamplingParams(temperature=-1.0)]}, 'temperature'),
     ({'sampling': [SamplingParams(temperature=math.nan)]}, 'temperature'),
-    ({'sampling': [SamplingParams(repetition_penalty=1.2)]}, 'repetition_penalty'),
-    ({'sampling': [SamplingParams(presence_penalty=0.5)]}, 'presence_penalty'),
-    ({'sampling': [SamplingParams(frequency_penalty=0.5)]}, 'frequency_penalty'),
-    ({'sampling': [SamplingParams(min_tokens=3)]}, 'min_tokens'),
-    ({'sampling': [SamplingParams(logit_bias_ids=[1], logit_bias_values=[2.0])]}, 'logit_bias'),
+    ({'sampling': [SamplingParams(repetition_penalty=-1.2)]}, 'repetition_penalty'),
+    ({'sampling': [SamplingParams(presence_penalty=2.5)]}, 'presence_penalty'),
+    ({'sampling': [SamplingParams(frequency_penalty=math.inf)]}, 'frequency_penalty'),
+    ({'sampling': [SamplingParams(min_tokens=-3)]}, 'min_tokens'),
+    ({'sampling': [SamplingParams(top_k=-1)]}, 'top_k'),
+    ({'sampling': [SamplingParams(top_p=1.1)]}, 'top_p'),
+    ({'sampling': [SamplingParams(min_p=-0.1)]}, 'min_p'),
+    ({'sampling': [SamplingParams(logit_bias_ids=[1])]}, 'logit_bias_values'),
+    ({'sampling': [SamplingParams(logit_bias_ids=[10 ** 6], logit_bias_values=[2.0])]},
+     'logit_bias_ids has 1000000'),
+    ({'sampling': [SamplingParams(logit_bias_ids=[1], logit_bias_values=[math.nan])]},
+     'logit_bias_values'),
 ])
 def test_what_cannot_be_meant_is_refused_by_name(active, fields, word):
     message = request(**fields)
@@ -334,6 +389,29 @@ def test_second_turn_continues_the_first(active):
     alone = active.generate('and then?', max_new_tokens=30)
     assert alone.stats.prompt_tokens < second.stats.prompt_tokens
     assert alone.token_ids != second.token_ids
+
+
+def test_turn_sent_before_the_last_one_ended_follows_it(active):
+    ids = [active.submit(text, session_id='hasty', max_new_tokens=30, priority=place).request_id
+           for place, text in enumerate(('the robot', 'and then?'))]
+    first, second = (active.finished(request_id) for request_id in ids)
+    assert first.status.code == second.status.code == Status.LENGTH
+    # All that the first turn had read.
+    assert second.stats.cached_tokens >= first.stats.prompt_tokens
+    assert second.stats.prompt_tokens > first.stats.prompt_tokens + 25
+    patient = [active.generate(text, session_id='patient', max_new_tokens=30)
+               for text in ('the robot', 'and then?')]
+    assert [answer.text for answer in (first, second)] == [answer.text for answer in patient]
+
+
+def test_sessions_that_alternate_are_not_read_again(active):
+    first = {text: active.generate(text, session_id=text, max_new_tokens=30)
+             for text in ('the robot', 'def add(a, b): return')}
+    for text, before in first.items():
+        again = active.generate('and then?', session_id=text, max_new_tokens=30)
+        # The random model's bytes are no text: the answer itself is read differently.
+        assert again.stats.cached_tokens >= before.stats.prompt_tokens
+        assert again.stats.drafted_tokens > 0
 
 
 def test_sessions_do_not_mix(active):

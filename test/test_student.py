@@ -197,18 +197,25 @@ def test_the_decoder_hardly_ever_says_what_training_did_not_name(
     assert outside(student, lessons, vocabulary) < 0.01
     # It is the negatives that see to it.
     monkeypatch.setattr(Student, 'training_logits',
-                        lambda self, states, generator: self.logits(states))
+                        lambda self, states, batch, chosen, generator:
+                        self.logits(states, batch, chosen))
     assert outside(train(), held_out, vocabulary) > 0.1
 
 
-def test_tokens_drawn_stand_for_all_others(trainable, vocabulary, monkeypatch):
-    student = make_top(trainable.model, SHAPE, vocabulary)
-    states = torch.randn(3, 32, generator=torch.Generator().manual_seed(1))
-    whole = F.linear(states, student.embedding).logsumexp(-1)
+def test_tokens_drawn_stand_for_all_others(trainable, lessons, vocabulary, monkeypatch):
+    student = make_top(trainable.model, SHAPE, vocabulary[::2])
+    batch = Lessons(trainable.model, lessons.lessons, SHAPE, vocabulary[::2]).batch([0, 1])
+    chosen = torch.ones(len(batch.place), dtype=torch.bool)
+    assert len(batch.further) > 5 and batch.held(chosen).any() and not batch.held(chosen).all()
+    with torch.no_grad():
+        states = student.steps(batch, 1)[0]
+    whole = everything(student, batch).flatten(0, 1)[batch.place].logsumexp(-1)
 
     def estimate(seed):
-        made = student.training_logits(states, torch.Generator().manual_seed(seed))
-        assert torch.allclose(made[:, :len(vocabulary)], student.logits(states), atol=1e-5)
+        made = student.training_logits(states, batch, chosen,
+                                       torch.Generator().manual_seed(seed))
+        known = student.logits(states, batch, chosen)
+        assert torch.allclose(made[:, :known.shape[1]], known, atol=1e-5)
         return made.logsumexp(-1)
 
     with torch.no_grad():

@@ -18,10 +18,10 @@ from memspec_ros.models.state import TargetRun
 from memspec_ros.models.target_files import locate_target
 from memspec_ros.models.weights import read_tensors
 from memspec_ros.runtime.controller import Settings
-from memspec_ros.runtime.loader import FileStore
 from memspec_ros.runtime.policies import Plan, Policy
 from memspec_ros.runtime.requests import GenerationRequest
 from memspec_ros.runtime.runtime import Runtime, RuntimeOptions
+from memspec_ros.runtime.storage import FileStore
 from memspec_ros.training import traces
 from memspec_ros.training.outputs import content_key, OutputRecord, OutputStore
 from memspec_ros.training.trace_store import Trace, TraceError, TraceHeader, TraceStore
@@ -174,6 +174,18 @@ def test_the_output_is_the_targets_whatever_was_said_before(tracer, greedy, prom
             assert run.tokens == prompt + expected
 
 
+def test_an_output_that_is_given_is_traced_as_it_is(tracer, greedy):
+    true = greedy(PROMPTS[0], 12)
+    other = [*true[:4], (true[4] + 1) % 300, *true[5:]]
+    run = tracer.run(PROMPTS[0], other, given=True)
+    assert run.tokens == PROMPTS[0] + other
+    trace = tracer.trace(TracePrompt('code', '', PROMPTS[0]), other, given=True)
+    assert trace.output_ids.tolist() == other
+    same = tracer.run(PROMPTS[0], true, given=True)
+    for depth, hidden in tracer.run(PROMPTS[0], true).hidden.items():
+        assert torch.allclose(hidden[:len(same.tokens)], same.hidden[depth], atol=1e-5)
+
+
 def test_the_output_ends_at_its_stop_token(bundle, target, greedy):
     plain = greedy(PROMPTS[0], LIMIT)
     stop = plain[5]
@@ -234,7 +246,7 @@ def engine_log(full_bundle):
                                   for spec in bundle.drafts if spec.path}))
     runtime = Runtime.open(full_bundle, RuntimeOptions(
         device='cpu', dtype='float32', context=200, max_gamma=GAMMA, adaptive=False,
-        settings=Settings(3, 2)), store=store)
+        max_branches=0, settings=Settings(3, 2)), store=store)
     log = {}
     try:
         controller = runtime.controller

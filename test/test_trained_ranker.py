@@ -15,7 +15,7 @@ from trace_maker import separable, write
 
 from memspec_ros.cli import main
 from memspec_ros.decoding.stats import StepRecord
-from memspec_ros.memory.footprint import estimate
+from memspec_ros.memory.footprint import Demand, FootprintModel
 from memspec_ros.models import encoder as encoder_module
 from memspec_ros.models.bundle import DraftSpec, load_bundle
 from memspec_ros.models.encoder import encoder_directory, locate_encoder, WEIGHTS_SHA256
@@ -362,7 +362,7 @@ def test_a_node_with_a_bert_ranker(bundle, full_bundle):
     assert {chunk.step.desired for chunk in chunks if chunk.step} == {'near'}
     opened = load_bundle(path)
     locate_target(opened)
-    footprint = estimate(opened, torch.float32, torch.device('cpu'), 100, 4, 2)
+    footprint = FootprintModel(opened, torch.float32, torch.device('cpu')).of(Demand(100, 4, 2))
     assert footprint.ranker > 90_000_000 and footprint.total > footprint.ranker
 
 

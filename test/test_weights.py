@@ -12,14 +12,12 @@ from safetensors.torch import save_file
 import torch
 
 from memspec_ros.models.errors import BundleError
+from memspec_ros.models.reading import CHUNK_BYTES, LoadCancelled, read_file
 from memspec_ros.models.target import load_target, open_checkpoint
 from memspec_ros.models.weights import (
     Checkpoint,
-    CHUNK_BYTES,
     file_sha256,
-    LoadCancelled,
     parse_tensors,
-    read_file,
     read_metadata,
     read_tensors,
 )

@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
 from ..models.drafts import KINDS
-from ..models.errors import InvalidRequestError, MemSpecError
+from .floor import format_glance
+from .plotting import new_axes, save
 
 PICTURE_NAME = 'frontier.png'
 _MARKERS = 'os^Dv'
@@ -31,14 +31,8 @@ def format_table(result: dict) -> str:
     lines.append(f'memory: % of the target\'s {target["bytes"] / 1e6:.1f} MB; speed-up over '
                  f'{target["plain_tps"]:.1f} tokens/s, prefill included; step/step: one draft '
                  f'step against one target step of {1e3 * target["step_sec"]:.1f} ms')
+    lines.append(format_glance(result['floor']))
     return '\n'.join(lines)
-
-
-def check_plotting() -> None:
-    """Raise MemSpecError where pictures cannot be drawn."""
-    if find_spec('matplotlib') is None:
-        raise MemSpecError('--out draws a picture with matplotlib, which is not installed: pip '
-                           "install matplotlib, or the package's extra 'plots'")
 
 
 def draw(result: dict, path: Path) -> None:
@@ -47,12 +41,7 @@ def draw(result: dict, path: Path) -> None:
 
     A thin line to the right of a point is the head that it shares with others.
     """
-    check_plotting()
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    figure = Figure(figsize=(7.2, 4.6), layout='constrained')
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    axes = new_axes(7.2, 4.6)
     kinds = sorted({point['kind'] for point in result['points']})
     for kind in kinds:
         # The same look in every picture, whichever kinds are in it.
@@ -76,10 +65,7 @@ def draw(result: dict, path: Path) -> None:
     axes.set_title(result['target']['name'], fontsize=10)
     axes.grid(alpha=0.25)
     axes.legend(fontsize=8, loc='upper center', bbox_to_anchor=(0.5, -0.13), ncol=len(kinds))
-    try:
-        figure.savefig(path, dpi=150)
-    except OSError as error:
-        raise InvalidRequestError(f'{path}: {error.strerror or error}') from error
+    save(axes.figure, path)
 
 
 def frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

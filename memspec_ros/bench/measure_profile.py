@@ -18,15 +18,16 @@ import torch
 
 from ..models.errors import InvalidRequestError, MemSpecError
 from ..models.state import DecodeState
-from ..runtime.loader import FileStore
 from ..runtime.ranking import RankingContext
 from ..runtime.requests import Finish, GenerationRequest
 from ..runtime.residency import SlotState
-from ..runtime.runtime import Runtime, RuntimeOptions
-from .frontier import processor
+from ..runtime.runtime import file_store, Runtime, RuntimeOptions
 from .profile import CostProfile
+from .race import processor
 
 ROUNDS = 24
+# Positions that measuring takes.
+LEAST_CONTEXT = 256
 # Tokens the times are taken after: the middle of an answer.
 _CONTEXT = 128
 _CATCH_UP_ROWS = 64
@@ -40,26 +41,44 @@ def measure(bundle: str, options: RuntimeOptions, rounds: int = ROUNDS,
     """
     The profile of this machine with ``bundle``, verify sizes up to ``options.max_gamma`` + 1.
 
-    Loads are read from the page cache where it holds the files: a board's storage
-    is set by a ratio instead. Raises MemSpecError.
+    Loads are read from this machine's storage: a board's is set by a ratio
+    instead. Raises MemSpecError.
     """
     if options.max_gamma < 1:
         raise InvalidRequestError('a profile needs at least one drafted token')
     if rounds < 2:
         raise InvalidRequestError(f'{rounds} rounds, expected at least 2')
-    options = replace(options, adaptive=False, policy='memspec',
-                      settings=replace(options.settings, cache_capacity=64))
+    options = replace(options, adaptive=False, max_branches=0, policy='memspec')
     runtime = Runtime.open(bundle or None, options)
+    try:
+        return measure_runtime(runtime, rounds, report)
+    finally:
+        runtime.close()
+
+
+def measure_runtime(runtime: Runtime, rounds: int = ROUNDS,
+                    report: Callable[[str], None] = print) -> CostProfile:
+    """
+    As ``measure``, of a bundle that is open already.
+
+    Its draft length must be fixed and its policy memspec; it is left with no draft
+    in memory. Raises MemSpecError.
+    """
+    controller, gamma = runtime.controller, runtime.options.max_gamma
+    settings = controller.settings
+    # All drafts are timed in turn.
+    controller.settings = replace(settings, cache_capacity=64, copy=False)
+    controller.residency.set_capacity(64)
     try:
         report('loading the drafts')
         _load_all(runtime)
-        # Compiled kernels, page cache.
+        # Compiled kernels.
         overhead = [_overhead_ms(runtime) for _ in range(4)][1:]
         times = _Rounds(runtime).run(rounds, report)
         drafts = [spec.id for spec in runtime.bundle.drafts]
         return CostProfile(
             name='measured',
-            verify_ms=[times[f'verify {n}'] for n in range(1, options.max_gamma + 2)],
+            verify_ms=[times[f'verify {n}'] for n in range(1, gamma + 2)],
             draft_step_ms={draft: times[f'step {draft}'] for draft in drafts},
             catch_up_row_ms={draft: times[f'catch-up {draft}'] for draft in drafts},
             rank_ms=times['rank'], overhead_ms=statistics.median(overhead),
@@ -69,9 +88,10 @@ def measure(bundle: str, options: RuntimeOptions, rounds: int = ROUNDS,
             about={'bundle': runtime.bundle.name, 'processor': processor(),
                    'device': str(runtime.target.device), 'dtype': str(runtime.target.dtype),
                    'torch': torch.__version__, 'torch_threads': torch.get_num_threads(),
-                   'rounds': rounds, 'context': _CONTEXT, 'loads': 'from the page cache'})
+                   'rounds': rounds, 'context': _CONTEXT, 'loads': 'from storage'})
     finally:
-        runtime.close()
+        controller.reset()
+        controller.settings = settings
 
 
 def _load_all(runtime: Runtime) -> None:
@@ -102,8 +122,7 @@ class _Rounds:
         self._runtime = runtime
         self._engine = runtime.controller.engine
         self._gamma = self._engine.max_gamma
-        self._store = FileStore({spec.id: (runtime.bundle.weight_file(spec), spec.sha256)
-                                 for spec in runtime.bundle.drafts if spec.path})
+        self._store = file_store(runtime.bundle, runtime.target.device, runtime.options.storage)
         prompt = runtime.prepare(GenerationRequest(_PROMPT, max_new_tokens=1)).prompt_ids
         room = max(2, min(_CONTEXT, self._engine.context - self._gamma - 1))
         self._prompt = (prompt * (room // len(prompt) + 1))[:room]

@@ -9,6 +9,7 @@ and greedily.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 import math
 
 from ..decoding.engine import CATCH_UP_ROWS
@@ -19,11 +20,16 @@ from .replay import Outcome, Replayer, World
 from .trace_costs import PLAIN, TraceCosts
 
 
-def oracle_static(replayer: Replayer, trace: Trace) -> Outcome:
-    """Every draft run whole, and the best of them kept; ties go to the bundle's order."""
-    outcomes = [replayer.run(trace, lambda world, draft=spec.id: StaticPolicy(draft))
-                for spec in replayer.drafts]
-    return max(outcomes, key=lambda outcome: outcome.stats.tokens_per_sec)
+def oracle_static(replayer: Replayer, traces: Sequence[Trace]) -> list[Outcome]:
+    """
+    Every draft run whole, and the best of them kept; ties go to the bundle's order.
+
+    ``traces``: the turns of a conversation, or the one of a prompt.
+    """
+    runs = [replayer.converse(traces, lambda world, draft=spec.id: StaticPolicy(draft))
+            for spec in replayer.drafts]
+    return max(runs, key=lambda outcomes: sum(turn.stats.output_tokens for turn in outcomes)
+               / sum(turn.stats.decode_sec for turn in outcomes))
 
 
 class OracleDynamicPolicy(Policy):
@@ -38,17 +44,21 @@ class OracleDynamicPolicy(Policy):
 
     def __init__(self, world: World):
         self._world = world
-        self._costs = TraceCosts(world)
+
+    def begin(self, context: RankingContext) -> None:
+        self._costs = TraceCosts(self._world)
+        # The prompt's ranking comes first: decoding has not begun.
+        self._begins = True
 
     def plan(self, context: RankingContext) -> Plan:
-        world, costs, position = self._world, self._costs, self._world.position
+        world, costs = self._world, self._costs
+        position = 0 if self._begins else world.position
         drafts, residency = [spec.id for spec in world.drafts], self._world.residency
         ready = [draft for draft in drafts if residency.is_ready(draft)]
         now = {draft: self._rate(draft, position) for draft in drafts}
         use = sorted(drafts, key=lambda draft: -now[draft])
         current = next((draft for draft in use if draft in ready), PLAIN)
-        # The prompt's ranking: decoding has not begun.
-        begins = not world.engine.state.held
+        begins, self._begins = self._begins, False
         serves = self._load_ms(drafts, ready)
         if begins and not world.scenario.first_load_counts:
             serves = dict.fromkeys(drafts, 0.0)

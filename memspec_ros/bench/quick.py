@@ -9,118 +9,53 @@ count from the prompt to the last token, prefill included.
 
 from __future__ import annotations
 
-from collections import defaultdict
-import hashlib
-import math
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-import statistics
-import time
 
-import torch
-
-from ..models.errors import InvalidRequestError
-from ..runtime.requests import GenerationRequest
 from ..runtime.runtime import Runtime, RuntimeOptions
-from ..training.outputs import read_prompts
-
-CONTENDERS = ('memspec', 'plain', 'transformers')
+from .floor import format_glance, glance
+from .race import answer, choose_prompts, conditions, geometric_mean, race, Tally
+from .transformers_peer import TransformersPeer
 
 
 def measure(prompts: Path, options: RuntimeOptions, bundle: str, per_domain: int,
-            max_new_tokens: int, report=print) -> dict:
+            max_new_tokens: int, report: Callable[[str], None] = print) -> dict:
     """
     Run the comparison; ``report`` receives a line a prompt.
 
     Returns domains -> tokens/s of each contender and ``ratio`` (memspec over
     plain), the geometric means, and what was run.
     """
-    groups: dict[str, list[str]] = defaultdict(list)
-    for domain, prompt in read_prompts(prompts):
-        if len(groups[domain]) < per_domain:
-            groups[domain].append(prompt)
-    if not any(groups.values()):
-        raise InvalidRequestError(f'{prompts}: no prompts in it')
+    texts = choose_prompts(prompts, per_domain)
     runtime = Runtime.open(bundle or None, options)
-    reference = _Reference(runtime)
-    totals: dict[str, dict[str, list[float]]] = defaultdict(
-        lambda: {name: [0.0, 0.0] for name in CONTENDERS})
-    differing, done = 0, 0
     try:
-        runners = {'memspec': lambda p: _run(runtime, p, max_new_tokens, True),
-                   'plain': lambda p: _run(runtime, p, max_new_tokens, False),
-                   'transformers': lambda p: reference.run(p, max_new_tokens)}
-        warm = next(iter(groups.values()))[0]
-        for name in CONTENDERS:
-            runners[name](warm)
-        for domain, texts in groups.items():
-            for text in texts:
-                outputs = {}
-                for shift in range(len(CONTENDERS)):
-                    name = CONTENDERS[(done + shift) % len(CONTENDERS)]
-                    ids, seconds = runners[name](text)
-                    outputs[name] = ids
-                    totals[domain][name][0] += len(ids)
-                    totals[domain][name][1] += seconds
-                differing += outputs['memspec'] != outputs['transformers']
-                done += 1
-                report(f'{domain}: {done} of {sum(map(len, groups.values()))}')
+        tallies = race({'memspec': partial(answer, runtime, speculate=True),
+                        'plain': partial(answer, runtime, speculate=False),
+                        'transformers': TransformersPeer(runtime).answer},
+                       texts, max_new_tokens, report)
+        floor = glance(runtime.controller.engine)
+        known = conditions(runtime.target, prompts)
     finally:
         runtime.close()
-    domains = {domain: _figures(figures) for domain, figures in totals.items()}
+    domains = {domain: _figures(tallies, domain) for domain in tallies['memspec'].answers}
     return {
         'domains': domains,
-        'gmean_ratio': _gmean(entry['ratio'] for entry in domains.values()),
-        'gmean_ratio_transformers': _gmean(
+        'gmean_ratio': geometric_mean(entry['ratio'] for entry in domains.values()),
+        'gmean_ratio_transformers': geometric_mean(
             entry['ratio_transformers'] for entry in domains.values()),
-        'prompts': done, 'outputs_differing_from_transformers': differing,
-        'max_new_tokens': max_new_tokens,
-        'prompts_sha256': hashlib.sha256(prompts.read_bytes()).hexdigest(),
-        'dtype': str(runtime.options.dtype), 'cache_capacity': options.settings.cache_capacity,
-        'scheduling_interval': options.settings.scheduling_interval,
-        'torch': torch.__version__, 'torch_threads': torch.get_num_threads()}
+        'floor': floor, 'prompts': len(texts),
+        'outputs_differing_from_transformers': tallies['memspec'].differing(
+            tallies['transformers']),
+        'max_new_tokens': max_new_tokens, 'cache_capacity': options.settings.cache_capacity,
+        'scheduling_interval': options.settings.scheduling_interval, **known}
 
 
-def _run(runtime: Runtime, prompt: str, limit: int, speculate: bool) -> tuple[list[int], float]:
-    controller = runtime.controller
-    controller.settings.speculate = speculate
-    # No prompt of the run before is left in the cache: every contender computes its own.
-    controller.engine.state.hold(0)
-    start = time.perf_counter()
-    request = runtime.prepare(GenerationRequest(prompt, max_new_tokens=limit))
-    ids = [token for chunk in controller.generate(request) for token in chunk.token_ids]
-    return ids, time.perf_counter() - start
-
-
-class _Reference:
-    """Greedy ``generate`` of transformers on the same weights, type and device."""
-
-    def __init__(self, runtime: Runtime):
-        from transformers import AutoModelForCausalLM
-        self._runtime = runtime
-        self._model = AutoModelForCausalLM.from_pretrained(
-            runtime.bundle.target_path, dtype=runtime.target.dtype,
-            local_files_only=True).to(runtime.target.device).eval()
-
-    @torch.inference_mode()
-    def run(self, prompt: str, limit: int) -> tuple[list[int], float]:
-        start = time.perf_counter()
-        request = self._runtime.prepare(GenerationRequest(prompt, max_new_tokens=limit))
-        ids = torch.tensor([request.prompt_ids], device=self._model.device)
-        output = self._model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=limit, do_sample=False,
-            eos_token_id=sorted(self._runtime.controller.stop_ids))
-        return output[0, ids.shape[1]:].tolist(), time.perf_counter() - start
-
-
-def _figures(totals: dict[str, list[float]]) -> dict[str, float]:
-    speed = {name: tokens / seconds for name, (tokens, seconds) in totals.items()}
+def _figures(tallies: dict[str, Tally], domain: str) -> dict[str, float]:
+    speed = {name: tally.speed(domain) for name, tally in tallies.items()}
     return {**{f'{name}_tps': value for name, value in speed.items()},
             'ratio': speed['memspec'] / speed['plain'],
             'ratio_transformers': speed['memspec'] / speed['transformers']}
-
-
-def _gmean(values) -> float:
-    return math.exp(statistics.fmean(math.log(value) for value in values))
 
 
 def format_table(result: dict) -> str:
@@ -133,4 +68,5 @@ def format_table(result: dict) -> str:
                      f'{entry["ratio_transformers"]:9.2f}')
     lines.append(f'{"gmean":12} {"":9} {"":9} {"":13} {result["gmean_ratio"]:8.2f} '
                  f'{result["gmean_ratio_transformers"]:9.2f}')
+    lines.append(format_glance(result['floor']))
     return '\n'.join(lines)

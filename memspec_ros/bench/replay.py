@@ -15,12 +15,12 @@ before a boundary: exact where traces were made with ``--hidden-every 1``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from ..decoding.draft_length import DraftLength
-from ..decoding.stats import GenerationStats, StepRecord
+from ..decoding.stats import StepRecord
 from ..models.bundle import Bundle, DraftSpec
 from ..models.drafts import Drafter, KINDS
 from ..models.errors import InvalidRequestError, MemSpecError
@@ -31,9 +31,11 @@ from ..runtime.requests import Finish, PreparedRequest
 from ..runtime.residency import Residency
 from ..training.trace_store import Trace, TraceHeader
 from .profile import CostProfile
+from .source import Outcome
 from .virtual import (
     LookupDrafter,
     ReplayEngine,
+    Tape,
     TimedRanker,
     TraceDrafter,
     TraceKind,
@@ -69,17 +71,6 @@ class Scenario:
             if getattr(self, name) < least:
                 raise InvalidRequestError(
                     f'{name} is {getattr(self, name)}, expected at least {least}')
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """One trace, replayed: what was emitted, by which steps, and in what time."""
-
-    key: str
-    domain: str
-    ids: list[int]
-    steps: list[StepRecord] = field(repr=False)
-    stats: GenerationStats
 
 
 class NoText:
@@ -136,25 +127,27 @@ def take_per_domain(traces: Iterable[Trace], count: int) -> list[Trace]:
 
 class World:
     """
-    One trace with everything that runs on it, as new.
+    The turns of a conversation (most have one) with everything that runs on them, as new.
 
-    What an oracle may look at that a policy is not shown: the trace, the clock,
-    the loader and who is READY.
+    What an oracle may look at that a policy is not shown: the trace of the turn,
+    the clock, the loader and who is READY.
     """
 
-    def __init__(self, header: TraceHeader, trace: Trace, drafts: Sequence[DraftSpec],
+    def __init__(self, header: TraceHeader, traces: Sequence[Trace], drafts: Sequence[DraftSpec],
                  scenario: Scenario, ranker: Ranker, tokenizer):
-        self.header, self.trace = header, trace
-        self.drafts, self.scenario = drafts, scenario
+        self.header, self.drafts, self.scenario = header, drafts, scenario
+        self._traces = traces
         profile, gamma = scenario.profile, scenario.gamma
         self.clock = VirtualClock()
-        self.limit, self.stop_ids = _end_of(header, trace, scenario.max_new_tokens)
+        self.tape = Tape(traces[0], header.hidden_every)
+        self.limit, self.stop_ids = _end_of(header, traces[0], scenario.max_new_tokens)
         self.load_ms = {spec.id: profile.load(spec, gamma) for spec in drafts
                         if not KINDS[spec.kind].slot_free}
         self.loader = VirtualLoader(self.clock, self.load_ms)
-        target = TraceTarget(trace, header.hidden_every, profile, self.clock)
+        target = TraceTarget(self.tape, profile, self.clock)
         # Wide enough that it is the answer's limit that ends it, as where contexts are long.
-        context = len(trace.prompt_ids) + self.limit + gamma + 1
+        context = (max(len(trace.prompt_ids) for trace in traces) + scenario.max_new_tokens
+                   + gamma + 1)
         self.engine = ReplayEngine(target, context, gamma, self.clock, profile,
                                    None if scenario.first_load_counts else self.loader)
         self.kinds = {spec.id: TraceKind(spec, self._maker(spec)) for spec in drafts}
@@ -168,18 +161,32 @@ class World:
         self._tokenizer = tokenizer
 
     @property
+    def trace(self) -> Trace:
+        """Of the turn that is being answered."""
+        return self.tape.trace
+
+    @property
     def position(self) -> int:
         """Tokens of the output that are committed."""
         state = self.engine.state
         return max(0, len(state.tokens) - len(self.trace.prompt_ids))
 
-    def run(self, policy: Policy) -> Outcome:
-        """Answer the trace's prompt; once only."""
-        scenario, trace = self.scenario, self.trace
+    def run(self, policy: Policy) -> list[Outcome]:
+        """Answer turn after turn; once only."""
+        scenario = self.scenario
         settings = Settings(scenario.cache_capacity, scenario.interval, bool(scenario.gamma),
                             scenario.copy)
         controller = Controller(self.engine, self._tokenizer, self.residency, policy,
                                 self.draft_length, settings, self.stop_ids)
+        outcomes = []
+        for trace in self._traces:
+            self.tape.insert(trace)
+            self.limit, self.stop_ids = _end_of(self.header, trace, scenario.max_new_tokens)
+            controller.stop_ids = self.stop_ids
+            outcomes.append(self._answer(controller, trace))
+        return outcomes
+
+    def _answer(self, controller: Controller, trace: Trace) -> Outcome:
         request = PreparedRequest(trace.prompt_ids.tolist(), trace.prompt, self.limit,
                                   accepted_at=self.clock())
         chunks = list(controller.generate(request))
@@ -196,9 +203,8 @@ class World:
         profile = self.scenario.profile
         if KINDS[spec.kind].slot_free:
             return lambda: LookupDrafter(spec, profile, self.clock)
-        ranks = self.trace.ranks[self.header.drafts.index(spec.id)]
-        output = self.trace.output_ids.tolist()
-        return lambda: TraceDrafter(spec, ranks, output, profile, self.clock)
+        draft = self.header.drafts.index(spec.id)
+        return lambda: TraceDrafter(spec, self.tape, draft, profile, self.clock)
 
 
 def _end_of(header: TraceHeader, trace: Trace, max_new_tokens: int) -> tuple[int, frozenset[int]]:
@@ -242,14 +248,23 @@ class Replayer:
         self._ranker = ranker or _ManifestRanker(drafts)
         self._tokenizer = tokenizer or NoText()
 
-    def world(self, trace: Trace) -> World:
+    def world(self, *traces: Trace) -> World:
         """Everything as new: no draft in memory, nothing learned."""
-        return World(self.header, trace, self.drafts, self.scenario, self._ranker,
+        return World(self.header, traces, self.drafts, self.scenario, self._ranker,
                      self._tokenizer)
 
     def run(self, trace: Trace, make: PolicyMaker) -> Outcome:
         """Replay ``trace`` under a new policy."""
-        world = self.world(trace)
+        return self.converse([trace], make)[0]
+
+    def converse(self, traces: Sequence[Trace], make: PolicyMaker) -> list[Outcome]:
+        """
+        Replay the turns of a conversation under a new policy.
+
+        Drafts stay in memory from turn to turn, and so does what a turn's prompt
+        has in common with the text before it.
+        """
+        world = self.world(*traces)
         return world.run(make(world))
 
     def follow(self, trace: Trace, decisions: Iterable[tuple[str, int]]) -> list[StepRecord]:

@@ -8,7 +8,7 @@ says they would have proposed, a loader: all take the time a cost profile says.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 import torch
@@ -54,6 +54,8 @@ def _ns(ms: float) -> int:
 
 class VirtualLoader:
     """A Loader whose loads take ``load_ms``, one at a time."""
+
+    stall = ''
 
     def __init__(self, clock: VirtualClock, load_ms: Mapping[str, float]):
         self.loading: str | None = None
@@ -112,40 +114,67 @@ class _NoCache:
         pass
 
 
-class _TraceHidden:
-    """The trace's hidden states, by position; between those kept, the latest before."""
+class Tape:
+    """The trace that is replayed. Target and drafts read on when the next turn's is put in."""
 
-    def __init__(self, trace: Trace, every: int):
-        self._rows = torch.from_numpy(np.asarray(trace.hidden, np.float32))
-        self._first = len(trace.prompt_ids) - 2
-        self._every = every
+    def __init__(self, trace: Trace, hidden_every: int = 0):
+        self._every = hidden_every
+        self.insert(trace)
+
+    def insert(self, trace: Trace) -> None:
+        self.trace = trace
+        self.output: list[int] = trace.output_ids.tolist()
+        self.tokens: list[int] = [*trace.prompt_ids.tolist(), *self.output]
+        self._right: dict[int, list[list[bool]]] = {}
+        has_hidden = trace.hidden is not None and self._every and len(trace.hidden)
+        self._hidden = (torch.from_numpy(np.asarray(trace.hidden, np.float32)) if has_hidden
+                        else None)
+
+    @property
+    def has_hidden(self) -> bool:
+        return self._hidden is not None
+
+    def right(self, draft: int) -> list[list[bool]]:
+        """By position and depth, whether the draft says the output's own token."""
+        if draft not in self._right:
+            self._right[draft] = (self.trace.ranks[draft] == 1).tolist()
+        return self._right[draft]
+
+    def hidden(self, position: int) -> Tensor:
+        """The target's hidden state; between those kept, the latest before."""
+        row = max(0, position - (len(self.trace.prompt_ids) - 2)) // self._every
+        return self._hidden[min(row, len(self._hidden) - 1)]
+
+
+class _TapeHidden:
+    """The tape's hidden states, in place of a buffer of them."""
+
+    def __init__(self, tape: Tape):
+        self._tape = tape
 
     def __getitem__(self, position: int) -> Tensor:
-        row = max(0, position - self._first) // self._every
-        return self._rows[min(row, len(self._rows) - 1)]
+        return self._tape.hidden(position)
 
 
 class TraceTarget(Target):
     """A target whose answer to the trace's prompt is the trace's output."""
 
     layers = 1
+    vocab_size = 0  # there are no logits
 
-    def __init__(self, trace: Trace, hidden_every: int, profile: CostProfile, clock: VirtualClock):
-        self._trace = trace
-        self._tokens = [*trace.prompt_ids.tolist(), *trace.output_ids.tolist()]
-        self._every = hidden_every
+    def __init__(self, tape: Tape, profile: CostProfile, clock: VirtualClock):
+        self._tape = tape
         self._profile = profile
         self._clock = clock
         self.device, self.dtype = torch.device('cpu'), torch.float32
 
     def new_state(self, capacity, depths=frozenset()):
-        has_hidden = self._trace.hidden is not None and self._every and len(self._trace.hidden)
-        hidden = {self.layers: _TraceHidden(self._trace, self._every)} if has_hidden else {}
+        hidden = {self.layers: _TapeHidden(self._tape)} if self._tape.has_hidden else {}
         return DecodeState(_NoCache(), hidden, capacity)
 
     def forward(self, state, tokens, last_only=False):
         self._clock.advance(self._profile.verify(len(tokens)))
-        following = self._tokens[state.held + 1:state.held + 1 + len(tokens)]
+        following = self._tape.tokens[state.held + 1:state.held + 1 + len(tokens)]
         return _Choices(following + [_BEYOND] * (len(tokens) - len(following)))
 
 
@@ -163,8 +192,9 @@ class ReplayEngine(Engine):
         self._loader = loader
 
     def prefill(self, prompt: list[int], chunk: int = PREFILL_CHUNK) -> Iterator[int]:
-        yield self.state.restart(prompt)
-        self.clock.advance((len(prompt) - 1) * self._profile.prefill_row_ms)
+        kept = self.state.restart(prompt)
+        yield kept
+        self.clock.advance((len(prompt) - 1 - kept) * self._profile.prefill_row_ms)
         self.state.hold(len(prompt) - 1)
         if self._loader is not None:
             self._loader.wait()
@@ -185,15 +215,14 @@ class TraceDrafter(Drafter):
     with a proposal are part of the draft step's cost.
     """
 
-    def __init__(self, spec: DraftSpec, ranks: np.ndarray, output: Sequence[int],
-                 profile: CostProfile, clock: VirtualClock):
+    def __init__(self, spec: DraftSpec, tape: Tape, draft: int, profile: CostProfile,
+                 clock: VirtualClock):
         super().__init__()
         self.rows_with_proposal = _ROWS_WITH_PROPOSAL.get(spec.kind, 0)
         # An independent model keeps what it drafted and was accepted; a top over the target's
         # hidden states begins anew at every proposal.
         self._keeps_drafted = spec.kind == 'causal_lm'
-        self._right = (ranks == 1).tolist()
-        self._output = output
+        self._tape, self._draft = tape, draft
         self._step_ms, self._row_ms = profile.draft_step(spec), profile.catch_up_row(spec)
         self._clock = clock
         self._drafted = 0
@@ -210,7 +239,7 @@ class TraceDrafter(Drafter):
         if gamma <= 0 or self.lag(state) > self.rows_with_proposal:
             return Proposal([])
         t = len(state.tokens) - state.prompt_length
-        right, following = self._right[t][:gamma], self._output[t:t + gamma]
+        right, following = self._tape.right(self._draft)[t], self._tape.output[t:t + gamma]
         tokens = [token if good else _WRONG for good, token in zip(right, following)]
         tokens += [_WRONG] * (gamma - len(tokens))
         self._clock.advance(gamma * self._step_ms)

@@ -2,8 +2,9 @@
 """
 The ``memspec`` command.
 
-Subcommands that talk to a node need ROS; ``generate``, ``info``, ``fetch`` and
-``bench`` do not. Errors go to standard error with a non-zero exit status.
+Subcommands that talk to a node need ROS; ``generate``, ``info``, ``plan``,
+``fetch``, ``verify`` and ``bench`` do not. Errors go to standard error with a
+non-zero exit status.
 """
 
 from __future__ import annotations
@@ -18,11 +19,25 @@ from ..models.errors import MemSpecError
 
 def build_parser() -> argparse.ArgumentParser:
     """The whole command line."""
-    from . import bench, chat, demo, distill, fetch, generate, info, rank, trace
+    from . import (
+        bench,
+        chat,
+        demo,
+        distill,
+        fetch,
+        generate,
+        info,
+        plan,
+        quantize,
+        rank,
+        trace,
+        verify,
+    )
     parser = argparse.ArgumentParser(
         prog='memspec', description='Memory-aware speculative decoding on a robot.')
     commands = parser.add_subparsers(dest='command', required=True, metavar='COMMAND')
-    for module in (demo, chat, generate, info, fetch, bench, distill, trace, rank):
+    for module in (demo, chat, generate, info, plan, fetch, bench, distill, trace, rank,
+                   verify, quantize):
         module.register(commands)
     return parser
 

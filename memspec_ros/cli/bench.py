@@ -7,13 +7,17 @@ import argparse
 from pathlib import Path
 
 from ..models.errors import InvalidRequestError
-from . import bench_replay
+from . import bench_memory, bench_speed, bench_suites
 from .options import (
     add_engine_options,
     add_json_option,
+    add_prompt_options,
     add_runtime_options,
+    add_storage_options,
+    check_at_least,
+    make_directory,
+    present,
     runtime_options,
-    write_json,
 )
 
 
@@ -28,6 +32,7 @@ def register(commands) -> None:
                        help='prompts of each domain (default: %(default)s)')
     quick.add_argument('--max-new-tokens', type=int, default=96, metavar='TOKENS')
     add_runtime_options(quick)
+    add_storage_options(quick)
     add_json_option(quick)
     quick.set_defaults(run=run_quick)
     frontier = suites.add_parser(
@@ -36,63 +41,82 @@ def register(commands) -> None:
                     'only one, and plain decoding beside them, on one engine and in turn.')
     frontier.add_argument('--drafts', nargs='+', action='extend', default=[], metavar='DIR',
                           help='further bundles whose drafts are to be compared')
-    frontier.add_argument('--prompts', required=True, metavar='FILE',
-                          help='JSON lines with "prompt" and "domain"')
-    frontier.add_argument('--prompts-per-domain', type=int, default=0, metavar='COUNT',
-                          help='0: all')
-    frontier.add_argument('--max-new-tokens', type=int, default=96, metavar='TOKENS',
-                          help='length of answers (default: %(default)s)')
+    add_prompt_options(frontier, 0, 96)
     frontier.add_argument('--out', metavar='DIR',
                           help='draw frontier.png there (needs matplotlib)')
     add_engine_options(frontier)
     add_json_option(frontier)
     frontier.set_defaults(run=run_frontier)
-    bench_replay.register(suites)
+    prefetch = suites.add_parser(
+        'prefetch', help='time between tokens with a load in flight and with none',
+        description='Decodes with one draft while others are loaded one after another, and '
+                    'while nothing is, in turn.')
+    add_prompt_options(prefetch, 1, 96)
+    prefetch.add_argument('--runs', type=int, default=3, metavar='COUNT',
+                          help='how often everything is run (default: %(default)s)')
+    prefetch.add_argument('--load-ratio', type=float, default=2.7, metavar='RATIO',
+                          help="how many iterations a load takes (default: the paper's 2.7; 0: "
+                               'as long as the storage takes)')
+    add_engine_options(prefetch)
+    add_storage_options(prefetch)
+    add_json_option(prefetch)
+    prefetch.set_defaults(run=run_prefetch)
+    profile = suites.add_parser(
+        'profile', help='what every part of an iteration costs on this machine',
+        description='Measures a cost profile for replays: verify passes, draft steps, catching '
+                    'up, ranking, loads. Give it to other suites as --profile FILE.')
+    profile.add_argument('--rounds', type=int, default=24, metavar='COUNT',
+                         help='how often everything is timed (default: %(default)s)')
+    add_engine_options(profile)
+    profile.set_defaults(draft_tokens=8, run=run_profile)
+    add_json_option(profile)
+    bench_speed.register(suites)
+    bench_suites.register(suites)
+    bench_memory.register(suites)
 
 
 def run_quick(arguments: argparse.Namespace) -> int:
     from ..bench.quick import format_table, measure
-    _check_at_least(arguments, per_domain=1, max_new_tokens=1)
-    result = measure(Path(arguments.prompts), runtime_options(arguments), arguments.bundle,
-                     arguments.per_domain, arguments.max_new_tokens)
-    # The table first: a file that cannot be written must not lose minutes of measuring.
-    if arguments.json != '-':
-        print(format_table(result))
-    if arguments.json:
-        write_json(arguments.json, result)
+    check_at_least(arguments, per_domain=1, max_new_tokens=1)
+    present(arguments, format_table, lambda report: measure(
+        Path(arguments.prompts), runtime_options(arguments), arguments.bundle,
+        arguments.per_domain, arguments.max_new_tokens))
     return 0
 
 
 def run_frontier(arguments: argparse.Namespace) -> int:
     from ..bench.frontier import measure
-    from ..bench.frontier_figure import check_plotting, draw, format_table, PICTURE_NAME
-    _check_at_least(arguments, prompts_per_domain=0, max_new_tokens=1, draft_tokens=1)
+    from ..bench.frontier_figure import draw, format_table, PICTURE_NAME
+    from ..bench.plotting import check_plotting
+    check_at_least(arguments, prompts_per_domain=0, max_new_tokens=1, draft_tokens=1)
     if arguments.out:
         # Before minutes of measuring, not after.
         check_plotting()
-        _make_directory(Path(arguments.out))
-    quiet = arguments.json == '-'
-    result = measure(Path(arguments.prompts), arguments.bundle, arguments.drafts,
-                     runtime_options(arguments), arguments.prompts_per_domain,
-                     arguments.max_new_tokens, (lambda line: None) if quiet else print)
-    if not quiet:
-        print(format_table(result))
-    if arguments.json:
-        write_json(arguments.json, result)
+        make_directory(arguments.out)
+    result = present(arguments, format_table, lambda report: measure(
+        Path(arguments.prompts), arguments.bundle, arguments.drafts,
+        runtime_options(arguments), arguments.prompts_per_domain, arguments.max_new_tokens,
+        report))
     if arguments.out:
         draw(result, Path(arguments.out) / PICTURE_NAME)
     return 0
 
 
-def _check_at_least(arguments: argparse.Namespace, **least: int) -> None:
-    for name, value in least.items():
-        if getattr(arguments, name) < value:
-            raise InvalidRequestError(f'--{name.replace("_", "-")} is {getattr(arguments, name)}, '
-                                      f'expected at least {value}')
+def run_prefetch(arguments: argparse.Namespace) -> int:
+    from ..bench.prefetch import format_table, measure
+    check_at_least(arguments, prompts_per_domain=0, max_new_tokens=1, runs=1, draft_tokens=1)
+    if not 0 <= arguments.load_ratio < float('inf'):
+        raise InvalidRequestError(f'--load-ratio is {arguments.load_ratio}, expected at least 0')
+    present(arguments, format_table, lambda report: measure(
+        Path(arguments.prompts), runtime_options(arguments), arguments.bundle,
+        arguments.prompts_per_domain, arguments.max_new_tokens, arguments.runs,
+        arguments.load_ratio, report))
+    return 0
 
 
-def _make_directory(path: Path) -> None:
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InvalidRequestError(f'--out {path}: {error.strerror or error}') from error
+def run_profile(arguments: argparse.Namespace) -> int:
+    from ..bench.measure_profile import format_table, measure
+    present(arguments, format_table, lambda report: measure(
+        arguments.bundle, runtime_options(arguments), arguments.rounds, report),
+        as_data=lambda profile: profile.as_dict())
+    return 0

@@ -10,6 +10,7 @@ import sys
 import uuid
 
 from .node_process import NodeProcess, NodeProcessError
+from .options import add_sampling_options, sampling_fields
 from .ros_options import require_ros
 
 
@@ -23,6 +24,7 @@ def register(commands) -> None:
                         help="per answer (default: the node's parameter)")
     parser.add_argument('--timeout', type=float, default=20.0, metavar='SEC',
                         help='how long to wait for the node (default: %(default)g)')
+    add_sampling_options(parser)
     parser.set_defaults(run=run)
 
 
@@ -49,6 +51,7 @@ def _talk(client, arguments: argparse.Namespace) -> int:
     from ..models.errors import InvalidRequestError
     from .view import AnswerView, summary
     session = uuid.uuid4().hex
+    fields = _request_fields(arguments)
     drafts = [draft.id for draft in client.model_info.drafts] if client.model_info else []
     status = 0
     if sys.stdin.isatty():
@@ -62,9 +65,7 @@ def _talk(client, arguments: argparse.Namespace) -> int:
             continue
         try:
             with AnswerView(prompt, drafts) as view:
-                for chunk in client.stream(prompt, session_id=session,
-                                           system_prompt=arguments.system_prompt,
-                                           max_new_tokens=arguments.max_new_tokens):
+                for chunk in client.stream(prompt, session_id=session, **fields):
                     view.update(chunk, client.residency)
             print(summary(view.stats))
         except (RequestRefusedError, InvalidRequestError) as error:
@@ -72,3 +73,21 @@ def _talk(client, arguments: argparse.Namespace) -> int:
             status = 1
         except KeyboardInterrupt:
             print('\ncancelled', file=sys.stderr)
+
+
+def _request_fields(arguments: argparse.Namespace) -> dict:
+    """Fields of every request; without sampling options the node's parameters apply."""
+    from ..client import make_request
+    from ..models.errors import InvalidRequestError
+    fields = {'system_prompt': arguments.system_prompt, 'max_new_tokens': arguments.max_new_tokens}
+    sampling = sampling_fields(arguments)
+    if 'logit_bias' in sampling:
+        bias = sampling.pop('logit_bias')
+        sampling['logit_bias_ids'], sampling['logit_bias_values'] = zip(*bias)
+    if sampling:
+        fields['sampling'] = sampling
+    try:
+        make_request(**fields)
+    except TypeError as error:  # a number that the message cannot hold
+        raise InvalidRequestError(str(error)) from error
+    return fields

@@ -6,7 +6,15 @@ from __future__ import annotations
 import argparse
 import sys
 
-from .options import add_json_option, add_runtime_options, runtime_options, write_json
+from .options import (
+    add_json_option,
+    add_runtime_options,
+    add_sampling_options,
+    add_storage_options,
+    runtime_options,
+    sampling_fields,
+    write_json,
+)
 
 
 def register(commands) -> None:
@@ -19,22 +27,30 @@ def register(commands) -> None:
     parser.add_argument('--ignore-eos', action='store_true',
                         help='go on past the end-of-sequence token')
     parser.add_argument('--timeout', type=float, default=0.0, metavar='SEC')
+    add_sampling_options(parser)
+    parser.add_argument('--verification', default='coupled', choices=('coupled', 'rejection'),
+                        help='how drafted tokens are judged when sampling')
     add_runtime_options(parser)
+    add_storage_options(parser)
     add_json_option(parser)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from ..decoding.sampling import Sampling
     from ..runtime.requests import GenerationRequest
     from ..runtime.runtime import Runtime
     options = runtime_options(arguments)
+    options.settings.verification = arguments.verification
+    sampling = sampling_fields(arguments)
+    sampling = Sampling(**{**sampling, 'logit_bias': tuple(sampling.get('logit_bias', ()))})
     prompt = sys.stdin.read() if arguments.prompt == '-' else arguments.prompt
     runtime = Runtime.open(arguments.bundle or None, options)
     try:
         prepared = runtime.prepare(GenerationRequest(
             prompt, arguments.system_prompt, max_new_tokens=arguments.max_new_tokens,
             stop=tuple(arguments.stop), ignore_eos=arguments.ignore_eos,
-            timeout_sec=arguments.timeout))
+            timeout_sec=arguments.timeout, sampling=sampling))
         show = arguments.json != '-'
         text, token_ids, last = '', [], None
         for last in runtime.controller.generate(prepared):

@@ -7,7 +7,7 @@ import argparse
 from pathlib import Path
 
 from ..models.errors import InvalidRequestError
-from .options import add_json_option, write_json
+from .options import add_json_option, check_between, present
 
 
 def register(commands) -> None:
@@ -46,7 +46,9 @@ def run(arguments: argparse.Namespace) -> int:
     from ..training.trace_figures import format_tables, measure
     from ..training.trace_store import TraceStore
     from ..training.traces import fill_traces, read_outputs
-    _check(arguments)
+    check_between(arguments, threads=(0, 256), prompts_per_domain=(0, 1 << 30),
+                  prompt_tokens=(1, 1 << 20), max_new_tokens=(1, 1 << 20), gamma=(1, 64),
+                  hidden_every=(0, 1 << 20))
     given = {}
     for path in map(Path, arguments.outputs):
         if not path.exists():
@@ -54,43 +56,21 @@ def run(arguments: argparse.Namespace) -> int:
         given.update(read_outputs(path))
     tracer, prompts = _open(arguments)
     store = TraceStore(Path(arguments.out))
-    with _progress() as bar:
+    with progress() as bar:
         task = bar.add_task('tracing', total=None)
         fill_traces(store, tracer, prompts, given,
                     report=lambda done, total: bar.update(task, completed=done, total=total))
-    figures = measure(tracer.header, (store.read(prompt.key) for prompt in prompts))
-    # The tables first: a file that cannot be written must not lose them.
-    if arguments.json != '-':
-        print(format_tables(figures))
-    if arguments.json:
-        write_json(arguments.json, figures)
+    present(arguments, format_tables, lambda report: measure(
+        tracer.header, (store.read(prompt.key) for prompt in prompts)))
     return 0
-
-
-def _check(arguments: argparse.Namespace) -> None:
-    for name, low, high in (('threads', 0, 256), ('prompts_per_domain', 0, 1 << 30),
-                            ('prompt_tokens', 1, 1 << 20), ('max_new_tokens', 1, 1 << 20),
-                            ('gamma', 1, 64), ('hidden_every', 0, 1 << 20)):
-        if not low <= getattr(arguments, name) <= high:
-            raise InvalidRequestError(f'--{name.replace("_", "-")} is {getattr(arguments, name)}, '
-                                      f'expected {low} to {high}')
 
 
 def _open(arguments: argparse.Namespace):
     """The tracer of the bundle, and the prompts."""
-    import torch
-
     from ..models.bundle import load_bundle
-    from ..models.target import load_target
-    from ..models.target_files import locate_target
-    from ..models.tokenizer import Tokenizer
-    from ..runtime.runtime import choose_device, DTYPES, stop_ids_of
-    from ..training.traces import collect_prompts, Tracer
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
+    from ..training.traces import collect_prompts
     bundle = load_bundle(arguments.bundle or None)
-    directory = locate_target(bundle)
-    tokenizer = Tokenizer(bundle.tokenizer_path)
+    tokenizer = open_tokenizer(bundle)
 
     def encode(prompt: str) -> list[int]:
         return tokenizer.encode_chat([{'role': 'user', 'content': prompt}])
@@ -100,19 +80,50 @@ def _open(arguments: argparse.Namespace):
     if not prompts:
         raise InvalidRequestError(
             f'--prompts: no prompt of at most {arguments.prompt_tokens} tokens')
-    capacity = max(len(prompt.ids) for prompt in prompts) + arguments.max_new_tokens
+    return open_tracer(arguments, bundle, max(len(prompt.ids) for prompt in prompts)), prompts
+
+
+def open_tokenizer(bundle):
+    """The tokenizer of a bundle's target."""
+    from ..models.target_files import locate_target
+    from ..models.tokenizer import Tokenizer
+    locate_target(bundle)
+    return Tokenizer(bundle.tokenizer_path)
+
+
+def open_tracer(arguments: argparse.Namespace, bundle, prompt_tokens: int):
+    """
+    A tracer for prompts of at most ``prompt_tokens`` tokens.
+
+    ``arguments``: threads, device, dtype, max_new_tokens, gamma, hidden_every.
+    """
+    import torch
+
+    from ..models.target import load_target
+    from ..models.target_files import locate_target
+    from ..runtime.runtime import choose_device, DTYPES, stop_ids_of
+    from ..training.traces import Tracer
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    directory = locate_target(bundle)
+    capacity = prompt_tokens + arguments.max_new_tokens
     target = load_target(directory, DTYPES[arguments.dtype], choose_device(arguments.device),
                          capacity + arguments.gamma + 1)
     if capacity > target.max_positions:
-        raise InvalidRequestError(
-            f'prompt and output have {capacity} tokens, the target was made for '
-            f'{target.max_positions}; lower --prompt-tokens or --max-new-tokens')
-    tracer = Tracer(bundle, target, stop_ids_of(directory, tokenizer), arguments.dtype, capacity,
-                    arguments.max_new_tokens, arguments.gamma, arguments.hidden_every)
-    return tracer, prompts
+        raise too_long(capacity, target)
+    return Tracer(bundle, target, stop_ids_of(directory, open_tokenizer(bundle)), arguments.dtype,
+                  capacity, arguments.max_new_tokens, arguments.gamma, arguments.hidden_every)
 
 
-def _progress():
+def too_long(capacity: int, target) -> InvalidRequestError:
+    """What to raise where the target has no ``capacity`` positions."""
+    return InvalidRequestError(
+        f'prompt and output have {capacity} tokens, the target was made for '
+        f'{target.max_positions}; lower --prompt-tokens or --max-new-tokens')
+
+
+def progress():
+    """A bar on standard error, gone when it is full: the JSON may go to standard output."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -121,6 +132,5 @@ def _progress():
         TextColumn,
         TimeRemainingColumn,
     )
-    # On standard error: the JSON may go to standard output.
     return Progress(TextColumn('{task.description}'), BarColumn(), MofNCompleteColumn(),
                     TimeRemainingColumn(), console=Console(stderr=True), transient=True)

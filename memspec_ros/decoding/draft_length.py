@@ -27,7 +27,7 @@ _PROBE_EVERY = 16
 _LEAST_SEC = 1e-9
 # Verifying a further row costs this share of a one-row step until it has been
 # measured (memory-bound decoding: the weights are read once for all rows).
-_ROW_COST_PRIOR = 0.03
+ROW_COST_PRIOR = 0.03
 _DRAFT_COST_PRIOR = 0.12
 _ACCEPTANCE_PRIOR = 0.45
 _PRIOR_WEIGHT = 4.0
@@ -56,6 +56,8 @@ class _DraftFigures:
     by_depth: list[_Mean] = field(default_factory=list)
     now: list[_Mean] = field(default_factory=list)
     step_cost: _Mean = field(default_factory=_Mean)
+    # Rows verified beside the chain.
+    branches: _Mean = field(default_factory=_Mean)
     idle: int = 0
 
 
@@ -91,10 +93,10 @@ class DraftLength:
         if rows in self._shape:
             return self._shape[rows]
         if not self._shape:
-            return 1.0 + _ROW_COST_PRIOR * (rows - 1)
+            return 1.0 + ROW_COST_PRIOR * (rows - 1)
         nearest = min(self._shape, key=lambda n: (abs(n - rows), n))
-        return self._shape[nearest] * ((1 + _ROW_COST_PRIOR * (rows - 1))
-                                       / (1 + _ROW_COST_PRIOR * (nearest - 1)))
+        return self._shape[nearest] * ((1 + ROW_COST_PRIOR * (rows - 1))
+                                       / (1 + ROW_COST_PRIOR * (nearest - 1)))
 
     def begin(self) -> None:
         """
@@ -121,8 +123,22 @@ class DraftLength:
         """Expected tokens per second when ``draft`` proposes ``gamma`` tokens."""
         figures = self._drafts.get(draft, _DraftFigures())
         step = figures.step_cost.value(_DRAFT_COST_PRIOR * self.verify_cost(1))
-        cost = gamma * step + self.verify_cost(gamma + 1)
+        rows = 1 + gamma + (round(figures.branches.value(0.0)) if gamma else 0)
+        cost = gamma * step + self.verify_cost(rows)
         return self.expected_tokens(draft, gamma) / max(cost, _LEAST_SEC)
+
+    def worth_of_row(self, draft: str, gamma: int) -> float:
+        """
+        Probability of being right from which on a further row to verify pays.
+
+        What a row costs is taken as equal for all sizes: differences between
+        neighbours are smaller than the noise of measuring them.
+        """
+        most = max(self._shape, default=self.max_gamma + 1)
+        if most < 2:
+            return 1.0
+        row = max(0.0, self.verify_cost(most) - self.verify_cost(1)) / (most - 1)
+        return row * self.speed(draft, gamma)
 
     def choose(self, draft: str) -> int:
         """Gamma for the next iteration of ``draft``; 0 where drafting does not pay."""
@@ -151,6 +167,7 @@ class DraftLength:
         # is the price of a switch, paid once, and says nothing about the steps to come.
         catch_up = min(step.t_catch_up, step.t_draft / step.drafted)
         figures.step_cost.add((step.t_draft + catch_up) / step.drafted)
+        figures.branches.add(step.branches)
         self._judge(figures, step.accepted, step.judged)
 
     def overhear(self, draft: str, proposal: Sequence[int], emitted: Sequence[int]) -> None:

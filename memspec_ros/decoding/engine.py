@@ -9,12 +9,14 @@ many tokens, is told to it each iteration; it cannot tell policies apart.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from ..models.drafts import Drafter
-from ..models.state import Proposal
+from ..models.state import Branching, Proposal
 from ..models.target import Target
+from .sampler import make_sampler
+from .sampling import Sampling
 from .stats import StepRecord
-from .verification import verify_greedy
 
 PREFILL_CHUNK = 64
 # Rows a lagging draft may run per iteration: a cold draft in a long conversation
@@ -28,25 +30,34 @@ class DraftFailure(Exception):  # noqa: N818 (the draft failed, not the decode)
 
 class Engine:
     """
-    Greedy decoding of one sequence at a time, exact for any draft.
+    Decoding of one sequence at a time, exact for any draft; greedy unless told otherwise.
 
     Parameters
     ----------
     target: the model
     context: most tokens of prompt and output together
-    max_gamma: most tokens drafted per iteration
+    max_gamma: most tokens drafted in a chain per iteration
+    max_branches: most alternatives to them verified beside it
     depths: hidden states to keep (what the bundle's drafts read)
     clock: seconds, monotonic
 
     """
 
     def __init__(self, target: Target, context: int, max_gamma: int,
-                 depths: frozenset[int], clock: Callable[[], float]):
+                 depths: frozenset[int], clock: Callable[[], float], max_branches: int = 0):
         self.target = target
         self.context = context
         self.max_gamma = max_gamma
+        self.max_branches = max_branches if target.verifies_trees else 0
         self.clock = clock
-        self.state = target.new_state(context + max_gamma + 1, depths)
+        self.state = target.new_state(context + max_gamma + self.max_branches + 1, depths)
+        self.use(Sampling())
+
+    def use(self, sampling: Sampling, verification: str = 'coupled',
+            min_confidence: float = 0.0) -> None:
+        """Choose tokens like this from now on; ``sampling`` is checked, its seed not 0."""
+        self.sampler = make_sampler(sampling, self.target.vocab_size, verification, min_confidence)
+        self.state.chooser = self.sampler.choose
 
     def prefill(self, prompt: list[int], chunk: int = PREFILL_CHUNK) -> Iterator[int]:
         """
@@ -80,12 +91,13 @@ class Engine:
             state.hold(len(state.tokens) - 1)
         return proposal.tokens
 
-    def step(self, drafter: Drafter | None, gamma: int, limit: int,
-             stop_ids: frozenset[int]) -> tuple[list[int], StepRecord]:
+    def step(self, drafter: Drafter | None, gamma: int, limit: int, stop_ids: frozenset[int],
+             branching: Branching | None = None) -> tuple[list[int], StepRecord]:
         """
         One iteration: emits at least one token and at most ``limit``.
 
-        Tokens end at the first of ``stop_ids``, which is emitted too. The record's
+        Tokens end at the first of ``stop_ids``, which is emitted too. ``branching``:
+        the draft may name alternatives, where target and sampler can judge them. The record's
         ``draft`` and ``desired`` are for the caller to fill in. Raises DraftFailure
         where the draft raised; the iteration may then be repeated without it.
         """
@@ -96,31 +108,50 @@ class Engine:
         proposal = Proposal([])
         if drafter is not None and gamma > 0:
             try:
-                proposal, caught_up = self._propose(drafter, gamma)
+                proposal, caught_up = self._propose(drafter, gamma, branching)
             except Exception as error:
                 state.hold(position - 1)
                 raise DraftFailure(str(error) or type(error).__name__) from error
         drafted = self.clock()
-        logits = self.target.forward(state, [state.tokens[-1], *proposal.tokens])
-        accepted, tokens = verify_greedy(logits, proposal.tokens)
+        rows, tokens = self._verify(proposal)
         tokens = _cut(tokens, limit, stop_ids)
+        state.keep([0, *rows][:len(tokens)])
         state.tokens += tokens
         state.hold(len(state.tokens) - 1)
-        accepted, draft_error = min(accepted, len(tokens)), ''
+        accepted, draft_error = min(len(rows), len(tokens)), ''
         if drafter is not None:
+            # Of an alternative that was right, the draft has run nothing.
+            chain = sum(row == place for place, row in enumerate(rows[:accepted], start=1))
             try:
-                drafter.update(state, accepted)
+                drafter.update(state, chain)
             except Exception as error:  # noqa: BLE001 (the tokens stand, whatever the draft does)
                 draft_error = str(error) or type(error).__name__
         end = self.clock()
         return tokens, StepRecord(
             draft='', desired='', position=position, drafted=len(proposal.tokens),
-            accepted=accepted, emitted=len(tokens),
+            accepted=accepted, emitted=len(tokens), branches=len(proposal.branches),
             t_catch_up=caught_up - start, t_draft=drafted - caught_up, t_verify=end - drafted,
             duration=end - start, draft_error=draft_error)
 
-    def _propose(self, drafter: Drafter, gamma: int) -> tuple[Proposal, float]:
+    def _verify(self, proposal: Proposal) -> tuple[list[int], list[int]]:
+        """Run the target over a proposal: (rows of the tokens accepted, tokens to emit)."""
+        state = self.state
+        run = [state.tokens[-1], *proposal.tokens]
+        if not proposal.branches:
+            accepted, tokens = self.sampler.verify(state, self.target.forward(state, run),
+                                                    proposal)
+            return list(range(1, accepted + 1)), tokens
+        run += (token for _, token in proposal.branches)
+        logits = self.target.forward(state, run, branches=proposal.branches)
+        return self.sampler.verify_tree(state, logits, proposal)
+
+    def _propose(self, drafter: Drafter, gamma: int,
+                 branching: Branching | None = None) -> tuple[Proposal, float]:
         """Let a draft catch up and propose; also says when it had caught up."""
+        self.state.branching = None
+        if branching and self.max_branches and self.sampler.branches:
+            self.state.branching = replace(branching,
+                                           most=min(branching.most, self.max_branches))
         if drafter.lag(self.state) > drafter.rows_with_proposal:
             drafter.catch_up(self.state, CATCH_UP_ROWS)
         caught_up = self.clock()

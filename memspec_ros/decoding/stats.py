@@ -21,9 +21,11 @@ class StepRecord:
     draft: id of the draft used, '' for none. desired: the draft the policy
     wanted. position: committed tokens before the iteration. drafted: tokens
     proposed. accepted: those of them the target agreed with (and that were
-    emitted). emitted: tokens committed, the target's own included. copied: a
-    draft that copies stepped in for the one the policy had chosen. draft_error:
-    why the draft is not to be asked again, '' if it is well.
+    emitted). emitted: tokens committed, the target's own included. branches:
+    alternatives to drafted tokens that were verified too; one of them counts as
+    accepted where it stands. copied: a draft that copies stepped in for the one
+    the policy had chosen. draft_error: why the draft is not to be asked again, ''
+    if it is well.
     """
 
     draft: str
@@ -38,6 +40,7 @@ class StepRecord:
     t_predict: float = 0.0
     t_wait: float = 0.0
     duration: float = 0.0
+    branches: int = 0
     copied: bool = False
     draft_error: str = ''
 
@@ -49,7 +52,7 @@ class StepRecord:
     @property
     def rows(self) -> int:
         """Rows the target verified."""
-        return self.drafted + 1
+        return self.drafted + self.branches + 1
 
 
 @dataclass

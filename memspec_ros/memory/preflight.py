@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 import contextlib
+import math
 import os
 from pathlib import Path
 import tempfile
@@ -13,7 +14,8 @@ import time
 import torch
 
 from ..models.errors import InsufficientMemoryError
-from .footprint import Footprint, MIB
+from .allocator import MIB
+from .footprint import Footprint
 
 
 def available_bytes(device: torch.device) -> int:
@@ -23,9 +25,8 @@ def available_bytes(device: torch.device) -> int:
     On the CPU, and on boards whose GPU shares the system's memory, that is
     MemAvailable: free memory leaves out what the kernel would give back.
     """
-    if device.type == 'cuda' and not _is_unified(device):
-        return torch.cuda.mem_get_info(device)[0]
-    return system_available_bytes()
+    return (system_available_bytes() if shares_system_memory(device)
+            else torch.cuda.mem_get_info(device)[0])
 
 
 def system_available_bytes() -> int:
@@ -43,26 +44,37 @@ def system_available_bytes() -> int:
     return available
 
 
-def _is_unified(device: torch.device) -> bool:
-    return bool(getattr(torch.cuda.get_device_properties(device), 'is_integrated', False))
+def shares_system_memory(device: torch.device) -> bool:
+    """Whether models on ``device`` lie in the system's memory: the CPU, and boards like Jetson."""
+    return device.type != 'cuda' or bool(
+        getattr(torch.cuda.get_device_properties(device), 'is_integrated', False))
 
 
-def check(footprint: Footprint, available: int, budget: int, min_free: int) -> None:
+def room_bytes(available: int, runtime: int, budget: int, min_free: int) -> int:
+    """Bytes that may be taken beside the ``runtime`` that is there already; budget 0 for none."""
+    room = available - min_free
+    return min(room, budget - runtime) if budget else room
+
+
+def check(footprint: Footprint, least: Footprint, available: int, budget: int,
+          min_free: int) -> None:
     """
-    Refuse what does not fit; all arguments in bytes, budget 0 for none.
+    Refuse what does not fit; sizes in bytes, budget 0 for none.
 
-    Raises InsufficientMemoryError with needed and available MiB.
+    ``least`` is the footprint without drafts. Raises InsufficientMemoryError with
+    needed and available MiB.
     """
-    needed = footprint.total
-    if budget and needed > budget:
+    total, needed = footprint.total, footprint.needed
+    remedy = ('lower cache_capacity or context.max_tokens' if least.total < total
+              else 'lower context.max_tokens or draft.max_tokens')
+    if budget and total > budget:
         raise InsufficientMemoryError(
-            f'needs {needed / MIB:.0f} MiB, memory.budget_mib allows {budget / MIB:.0f}; '
-            'lower cache_capacity or context.max_tokens, or raise the budget')
+            f'needs {total / MIB:.0f} MiB, memory.budget_mib allows {budget / MIB:.0f}; {remedy}, '
+            f'or raise the budget: {math.ceil(least.total / MIB)} is the least that works')
     if needed + min_free > available:
         raise InsufficientMemoryError(
             f'needs {needed / MIB:.0f} MiB and {min_free / MIB:.0f} MiB left free, '
-            f'{available / MIB:.0f} MiB are available; lower cache_capacity or '
-            'context.max_tokens, or stop other programs')
+            f'{available / MIB:.0f} MiB are available; {remedy}, or stop other programs')
 
 
 @contextlib.contextmanager

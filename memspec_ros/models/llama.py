@@ -23,7 +23,8 @@ from torch import Tensor
 import torch.nn.functional as F
 
 from .errors import UnsupportedModelError
-from .packing import linear, pack
+from .packing import dense, fuse, linear, pack
+from .quantized import Matrix
 
 SUPPORTED_MODEL_TYPES = ('llama', 'qwen2')
 # Older releases (JetPack 6.0) have no grouped heads in the kernel.
@@ -105,24 +106,25 @@ class LayerWeights:
 
     ``qkv`` [(Q + 2 KV) * D, H], ``qkv_bias`` the same rows or None (Qwen2 has
     one), ``out`` [H, Q * D], ``gate_up`` [2 * intermediate, H], ``down``
-    [H, intermediate], norms [H].
+    [H, intermediate], norms [H]. Matrices may be quantised.
     """
 
     input_norm: Tensor
-    qkv: Tensor
+    qkv: Tensor | Matrix
     qkv_bias: Tensor | None
-    out: Tensor
+    out: Tensor | Matrix
     post_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Tensor | Matrix
+    down: Tensor | Matrix
 
     NAMES = ('input_norm', 'qkv', 'qkv_bias', 'out', 'post_norm', 'gate_up', 'down')
+    MATRICES = ('qkv', 'out', 'gate_up', 'down')
 
     @classmethod
-    def from_hf(cls, get: Callable[[str], Tensor | None], prefix: str) -> LayerWeights:
+    def from_hf(cls, get: Callable[[str], Tensor | Matrix | None], prefix: str) -> LayerWeights:
         """Fuse one layer's Hugging Face tensors; ``get`` returns None for an absent name."""
 
-        def need(name: str) -> Tensor:
+        def need(name: str) -> Tensor | Matrix:
             tensor = get(prefix + name)
             if tensor is None:
                 raise UnsupportedModelError(f'tensor {prefix + name} is missing')
@@ -130,17 +132,21 @@ class LayerWeights:
 
         heads = ('q_proj', 'k_proj', 'v_proj')
         biases = [get(f'{prefix}self_attn.{name}.bias') for name in heads]
-        for name in ('self_attn.o_proj.bias', 'self_attn.q_norm.weight'):
-            if get(prefix + name) is not None:
-                raise UnsupportedModelError(f'tensor {prefix + name} has no lean path')
+        if get(f'{prefix}self_attn.q_norm.weight') is not None:
+            raise UnsupportedModelError(f'tensor {prefix}self_attn.q_norm.weight has no lean path')
+        # GPTQ checkpoints of older tools have a bias everywhere, of zeros.
+        for name in ('self_attn.o_proj', 'mlp.gate_proj', 'mlp.up_proj', 'mlp.down_proj'):
+            bias = get(f'{prefix}{name}.bias')
+            if bias is not None and bool(bias.any()):
+                raise UnsupportedModelError(f'tensor {prefix}{name}.bias has no lean path')
         return cls(
             input_norm=need('input_layernorm.weight'),
-            qkv=torch.cat([need(f'self_attn.{name}.weight') for name in heads]),
+            qkv=fuse([need(f'self_attn.{name}.weight') for name in heads]),
             qkv_bias=(torch.cat([need(f'self_attn.{name}.bias') for name in heads])
                       if any(bias is not None for bias in biases) else None),
             out=need('self_attn.o_proj.weight'),
             post_norm=need('post_attention_layernorm.weight'),
-            gate_up=torch.cat([need('mlp.gate_proj.weight'), need('mlp.up_proj.weight')]),
+            gate_up=fuse([need('mlp.gate_proj.weight'), need('mlp.up_proj.weight')]),
             down=need('mlp.down_proj.weight'),
         )
 
@@ -149,15 +155,19 @@ class LayerWeights:
         """From tensors by field name, as ``tensors`` gives them."""
         return cls(**{name: tensors[name] if name in tensors else None for name in cls.NAMES})
 
-    def packed(self) -> LayerWeights:
-        """The same layer with its matrices packed for decoding."""
-        return replace(self, **{name: pack(getattr(self, name))
-                                for name in ('qkv', 'out', 'gate_up', 'down')})
+    def packed(self, kind: str = 'auto') -> LayerWeights:
+        """The same layer with its matrices packed for decoding, as ``kind`` (see ``pack``)."""
+        return replace(self, **{name: pack(getattr(self, name), kind) for name in self.MATRICES})
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Tensors by field name, without the absent ones."""
+    def tensors(self) -> dict[str, Tensor | Matrix]:
+        """Tensors and matrices by field name, without the absent ones."""
         return {name: getattr(self, name) for name in self.NAMES
                 if getattr(self, name) is not None}
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all its tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors().values())
 
 
 def layer_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
@@ -327,24 +337,30 @@ class Llama:
         return torch.float32 if self.device.type == 'cpu' else self.dtype
 
     @classmethod
-    def from_state(cls, config: LlamaConfig, state: Mapping[str, Tensor], dtype: torch.dtype,
-                   device: torch.device, context: int | None = None,
-                   packed: bool = False) -> Llama:
+    def from_state(cls, config: LlamaConfig, state: Mapping[str, Tensor | Matrix],
+                   dtype: torch.dtype, device: torch.device, context: int | None = None,
+                   packed: bool = False, weights: str = 'auto') -> Llama:
         """
         Build from a Hugging Face state dict (names ``model.layers.0.…``).
 
-        ``packed`` layers are faster to decode with, but cannot be trained on.
+        ``packed`` layers are faster to decode with, but cannot be trained on;
+        ``weights`` says what their matrices are held as (see ``pack``).
         """
 
-        def get(name: str) -> Tensor | None:
+        def get(name: str) -> Tensor | Matrix | None:
             tensor = state.get(name)
-            return None if tensor is None else tensor.to(device=device, dtype=dtype)
+            if tensor is None:
+                return None
+            tensor = tensor.to(device=device, dtype=dtype)
+            if not isinstance(tensor, Matrix):
+                _check_finite(name, tensor)
+            return tensor if packed else dense(tensor)
 
         def need(name: str) -> Tensor:
             tensor = get(name)
             if tensor is None:
                 raise UnsupportedModelError(f'tensor {name} is missing')
-            return tensor
+            return dense(tensor)
 
         def check(name: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
             if tuple(tensor.shape) != shape:
@@ -361,7 +377,7 @@ class Llama:
             for field, tensor in layer.tensors().items():
                 check(f'{field} of layer {i}', tensor, shapes[field])
             # One after another: two copies of one layer at a time, not of the model.
-            layers.append(layer.packed() if packed else layer)
+            layers.append(layer.packed(weights) if packed else layer)
         norm = check('model.norm.weight', need('model.norm.weight'), (config.hidden_size,))
         head = embedding
         if not config.tied_embeddings:
@@ -391,6 +407,14 @@ class Llama:
         """Hidden states after the last layer [..., H] -> logits [..., V] in float32."""
         normed = F.rms_norm(x, x.shape[-1:], self.norm, self.config.norm_eps)
         return linear(normed, self.head).float()
+
+
+def _check_finite(name: str, tensor: Tensor) -> None:
+    # A sum is a NaN where one of its terms is; float32 holds the sum of what is sound.
+    if not bool(torch.isfinite(tensor.sum(dtype=torch.float32))):
+        raise UnsupportedModelError(
+            f'tensor {name} holds values that are no numbers (NaN or infinite): the checkpoint '
+            f'is damaged, or was made for a wider type than {tensor.dtype}')
 
 
 def run_layers(config: LlamaConfig, layers: list[LayerWeights], x: Tensor,

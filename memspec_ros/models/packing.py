@@ -6,30 +6,107 @@ On a CPU, oneDNN multiplies a plain bfloat16 matrix only after bringing it into
 blocks, at every call. Packed once, one row costs about two thirds, and nine
 rows hardly more than one: what speculative decoding lives on. Measure with
 ``memspec bench quick``; results are the plain ones bit for bit in bfloat16.
+
+A matrix can also be INT8 or INT4 (``quantized.py``), which reads a half or a
+quarter of the bytes. By how many rows they gain is a matter of shape: INT8
+rounds its activations at every call, which only large matrices repay, and INT4
+favours few rows. What a verify of each size costs is measured when a bundle is
+opened, and drafts are made as long as pays.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 import torch.nn.functional as F
 
+from .errors import UnsupportedModelError
+from .gptq import GptqMatrix
+from .quantized import (
+    has_int4,
+    has_int8,
+    Int8Matrix,
+    kernel_group,
+    Matrix,
+    round_to_int4,
+    StackedMatrix,
+)
+
+# How the matrices of layers can be held. auto: as the checkpoint has them, those of a GPTQ
+# checkpoint in INT4 where a kernel takes them; dense: in the type that is computed in; library: by
+# an installed GPTQ library.
+WEIGHT_KINDS = ('auto', 'dense', 'int8', 'int4', 'library')
+# A group of INT4 that is rounded here, without calibration: small, for precision.
+ROUNDED_GROUP = 64
 # Rows the layout is chosen for. Decoding verifies few, prefill runs many: measured, the layout
 # for this many is the best or next to it from 1 to 64.
 _ROWS = 16
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [..., in] times weight [out, in] transposed, packed or plain."""
+def linear(x: Tensor, weight: Tensor | Matrix, bias: Tensor | None = None) -> Tensor:
+    """x [..., in] times weight [out, in] transposed: plain, packed or quantised."""
+    if isinstance(weight, Matrix):
+        result = weight.multiply(x)
+        return result if bias is None else result + bias
     if weight.is_mkldnn:
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, 'none', [], '')
     return F.linear(x, weight, bias)
 
 
-def pack(weight: Tensor) -> Tensor:
-    """The matrix packed, or as it is where packing is not to be had (CUDA, other builds)."""
+def fuse(parts: Sequence[Tensor | Matrix]) -> Tensor | Matrix:
+    """One matrix of several that read the same input, one above the other."""
+    if all(isinstance(part, GptqMatrix) for part in parts):
+        return GptqMatrix.fuse(parts)
+    return torch.cat([dense(part) for part in parts])
+
+
+def dense(weight: Tensor | Matrix) -> Tensor:
+    """The matrix as a plain tensor; of a quantised one, what it stands for."""
+    if isinstance(weight, GptqMatrix):
+        return weight.dequantize()
+    if isinstance(weight, StackedMatrix):
+        return torch.cat([dense(part) for part in weight.parts])
+    return weight
+
+
+def pack(weight: Tensor | Matrix, kind: str = 'auto') -> Tensor | Matrix:
+    """
+    The matrix as it is best multiplied, held as ``kind`` (of WEIGHT_KINDS).
+
+    As it is where packing is not to be had (CUDA, other builds). Raises
+    UnsupportedModelError where ``kind`` asks for a kernel that does not take
+    the matrix.
+    """
+    if isinstance(weight, StackedMatrix):
+        parts = [pack(part, kind) for part in weight.parts]
+        if all(isinstance(part, Matrix) for part in parts):
+            return StackedMatrix(parts)
+        return pack(dense(weight), 'dense')
+    if isinstance(weight, GptqMatrix):
+        packed = weight.int4() if kind in ('auto', 'int4') else None
+        if packed is None and kind == 'int4':
+            raise UnsupportedModelError(
+                f'{weight.name}: {weight.bits} bits, {weight.shape[0]} x {weight.shape[1]} in '
+                f'groups of {weight.shape[1] // len(weight.scales)} fits no INT4 kernel on '
+                f'{weight.scales.device.type}; use weights auto')
+        if packed is not None:
+            return packed
+        weight = weight.dequantize()
+    if kind == 'int8':
+        if not has_int8(weight.device):
+            raise UnsupportedModelError(f'no INT8 kernel for {weight.device.type} in this '
+                                        'PyTorch; use weights auto')
+        return Int8Matrix(weight)
+    if kind == 'int4':
+        group = kernel_group(weight.shape[1], ROUNDED_GROUP)
+        if group is None or not has_int4(weight.device, weight.dtype, weight.shape[0]):
+            raise UnsupportedModelError(
+                f'a matrix of {weight.shape[0]} x {weight.shape[1]} in {weight.dtype} fits no '
+                f'INT4 kernel on {weight.device.type}; use weights auto')
+        return round_to_int4(weight, group)
     if weight.device.type != 'cpu' or not _available(weight.dtype):
         return weight
     return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _ROWS)

@@ -9,12 +9,13 @@ The invariant (between iterations): every layer group of the target's cache and
 every hidden-state buffer holds ``len(tokens) - 1`` positions; the last token
 has been emitted but not yet run. Drafting through shared lower layers advances
 their group alone, beyond that length; verification brings all groups back to
-the committed length. Rolling back sets lengths, and copies nothing.
+the committed length. Rolling back sets lengths, and copies nothing; where a branch
+of drafted tokens was accepted, its row moves up behind those before it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,6 +53,11 @@ class KVCache:
         """Bytes allocated."""
         return 2 * self.keys.numel() * self.keys.element_size()
 
+    @property
+    def position_bytes(self) -> int:
+        """Bytes of the keys and values of one position, all layers."""
+        return self.bytes // self.capacity
+
     def set_length(self, length: int, group: int | None = None) -> None:
         """Say how many positions a group (or every group) holds from now on."""
         if not 0 <= length <= self.capacity:
@@ -59,9 +65,26 @@ class KVCache:
         for index in range(len(self.lengths)) if group is None else (group,):
             self.lengths[index] = length
 
+    def move(self, start: int, rows: Sequence[int]) -> None:
+        """Bring positions ``start + rows[i]`` to ``start + i``, in all layers."""
+        source = torch.tensor(rows, device=self.keys.device) + start
+        for cached in (self.keys, self.values):
+            cached[:, :, :, start:start + len(rows)] = cached[:, :, :, source]
+
+    def views(self, length: int) -> list[Tensor]:
+        """The first ``length`` positions of all that is kept, writable."""
+        return [self.keys[:, :, :, :length], self.values[:, :, :, :length]]
+
     def groups_below(self, depth: int) -> Iterable[int]:
         """Indices of the groups that make up the lowest ``depth`` layers."""
         return (index for index, (_, last) in enumerate(self.groups) if last <= depth)
+
+
+def choose_most_probable(state: DecodeState, logits: Tensor, drafted: Sequence[int],
+                         ids: Tensor | None = None) -> tuple[int, None]:
+    """Choose as ``DecodeState.choose`` says, the most probable token."""
+    best = int(logits.argmax())
+    return best if ids is None else int(ids[best]), None
 
 
 class DecodeState:
@@ -76,6 +99,8 @@ class DecodeState:
     hidden: depth -> Tensor [capacity, H], the target's hidden states after that
         many layers at committed positions. A depth equal to the number of
         layers is the last layer's output before the final norm.
+    chooser: what ``choose`` does
+    branching: how proposals may branch, None for not at all
 
     """
 
@@ -86,6 +111,8 @@ class DecodeState:
         self.tokens: list[int] = []
         self.prompt_length = 0
         self.held = 0
+        self.chooser: Callable[..., tuple[int, Tensor | None] | None] = choose_most_probable
+        self.branching: Branching | None = None
 
     @property
     def output(self) -> list[int]:
@@ -99,10 +126,70 @@ class DecodeState:
             return None
         return self.hidden[max(self.hidden)][self.held - 1]
 
+    def choose(self, logits: Tensor, drafted: Sequence[int],
+               ids: Tensor | None = None) -> tuple[int, Tensor | None] | None:
+        """
+        Choose a draft's next token, after the committed tokens and ``drafted``.
+
+        logits [N] over a vocabulary of the draft's own: token ``ids[i]`` has logit
+        i (None: token i). Returns the token and the distribution q [V] it was
+        drawn from (None: one-hot), or None where the draft is to propose no more.
+        """
+        return self.chooser(self, logits, drafted, ids)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """
+        Of the rows run after the held positions, bring ``rows`` to the front (ascending).
+
+        What it takes to hold a path through a tree; ``hold`` then says how far.
+        """
+        first = next((place for place, row in enumerate(rows) if place != row), len(rows))
+        if first == len(rows):
+            return
+        start = self.held + first
+        moved = [row - first for row in rows[first:]]
+        self.kv.move(start, moved)
+        for states in self.hidden.values():
+            source = torch.tensor(moved, device=states.device) + start
+            states[start:start + len(moved)] = states[source]
+
     def hold(self, length: int) -> None:
         """Set the committed length of cache and hidden states (commit or rollback)."""
         self.kv.set_length(length)
         self.held = length
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of what is held: what a copy of it would take."""
+        return sum(view.nbytes for view in self._views(self.held))
+
+    @torch.inference_mode()
+    def park(self) -> ParkedState:
+        """A copy of what is held, no longer than that: for a conversation that is to go on."""
+        return ParkedState(self.tokens[:self.held],
+                           [view.clone() for view in self._views(self.held)])
+
+    @torch.inference_mode()
+    def resume(self, parked: ParkedState) -> int:
+        """
+        Hold what was parked; whatever was held before is gone.
+
+        Returns how many leading positions the two have in common: what drafts
+        keep of those stays valid.
+        """
+        held, count = self.tokens[:self.held], len(parked.tokens)
+        common = next((i for i, (mine, other) in enumerate(zip(held, parked.tokens))
+                       if mine != other), min(len(held), count))
+        for view, kept in zip(self._views(count), parked.tensors):
+            view.copy_(kept)
+        self.tokens = list(parked.tokens)
+        self.prompt_length = count
+        self.hold(count)
+        return common
+
+    def _views(self, length: int) -> list[Tensor]:
+        return self.kv.views(length) + [self.hidden[depth][:length]
+                                        for depth in sorted(self.hidden)]
 
     def restart(self, prompt: list[int]) -> int:
         """
@@ -123,6 +210,19 @@ class DecodeState:
 
 
 @dataclass(frozen=True)
+class ParkedState:
+    """What a DecodeState held for ``tokens``: keys, values, hidden states."""
+
+    tokens: list[int]
+    tensors: list[Tensor]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of it."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+@dataclass(frozen=True)
 class TargetRun:
     """
     One pass of the target over a prompt and an output that are given (teacher-forced).
@@ -137,13 +237,36 @@ class TargetRun:
 
 
 @dataclass(frozen=True)
+class Branching:
+    """
+    How proposals may branch.
+
+    most: further tokens to verify beside the chain. least: probability of being
+    right, in the draft's opinion, from which on one of them pays for its row.
+    """
+
+    most: int
+    least: float = 0.0
+
+
+@dataclass(frozen=True)
 class Proposal:
     """
     Tokens a draft proposes, and the distributions they were drawn from.
 
-    ``probs`` [len(tokens), V] float32, or None for one-hot (a greedy draft, an
-    n-gram): verification uses that q and nothing else.
+    tokens: a chain. ``probs`` [len(tokens), V] float32, or None for one-hot (a
+    greedy draft, an n-gram): verification uses that q and nothing else.
+    branches: alternatives to tokens of the chain, (d, token): it stands where
+    token d does, and nothing is drafted after it.
     """
 
     tokens: list[int]
     probs: Tensor | None = None
+    branches: Sequence[tuple[int, int]] = ()
+
+    @classmethod
+    def of(cls, choices: Sequence[tuple[int, Tensor | None]],
+           branches: Sequence[tuple[int, int]] = ()) -> Proposal:
+        """Put together what ``DecodeState.choose`` returned, token by token, and branches."""
+        rows = [q for _, q in choices if q is not None]
+        return cls([token for token, _ in choices], torch.stack(rows) if rows else None, branches)

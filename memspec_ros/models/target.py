@@ -11,16 +11,23 @@ layers.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 import json
+import math
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from .errors import BundleError, UnsupportedModelError
-from .llama import Llama, LlamaConfig, SUPPORTED_MODEL_TYPES
+from .gptq import GptqCheckpoint, GptqSettings
+from .gptq_library import installed_library, load_with_library
+from .llama import LayerWeights, Llama, LlamaConfig, SUPPORTED_MODEL_TYPES
+from .packing import dense, ROUNDED_GROUP
+from .quantized import has_int4, int4_bytes, int8_bytes, kernel_group, Matrix
 from .state import DecodeState, KVCache
 from .transformers_lm import build_skeleton, decoder_layers, TransformersLM
+from .tree import depths_of, parents_of, tree_mask
 from .weights import Checkpoint
 
 
@@ -35,17 +42,21 @@ class Target(ABC):
     layers: number of decoder layers
     max_positions: longest context it was made for
     weight_bytes: bytes of its weights in memory
+    weight_kinds: what the matrices of its layers are held as: bfloat16, int8, int4 …
+    verifies_trees: whether ``forward`` takes branches
     hidden_before_norm: whether the last hidden states it keeps are those before
         the final norm, as they should be
 
     """
 
     hidden_before_norm = True
+    verifies_trees = False
     vocab_size: int
     hidden_size: int
     layers: int
     max_positions: int
     weight_bytes: int
+    weight_kinds: tuple[str, ...]
     device: torch.device
     dtype: torch.dtype
 
@@ -54,17 +65,32 @@ class Target(ABC):
         """Allocate buffers for ``capacity`` positions and hidden states at ``depths``."""
 
     @abstractmethod
-    def forward(self, state: DecodeState, tokens: list[int], last_only: bool = False) -> Tensor:
+    def forward(self, state: DecodeState, tokens: list[int], last_only: bool = False,
+                branches: Sequence[tuple[int, int]] = ()) -> Tensor:
         """
         Run tokens after the committed positions; logits [T, V] (or [1, V]) in float32.
+
+        The last ``len(branches)`` tokens are those of a proposal's branches, for a
+        target that ``verifies_trees``: each sees what stands before its place.
 
         Writes keys, values and hidden states of the new positions, but does not
         commit them: the caller decides with ``state.hold`` how many stay.
         """
 
+    def step_bytes(self, state: DecodeState) -> int:
+        """
+        Bytes that a one-row step on ``state`` reads, however well it is written.
+
+        The weights it multiplies with and the keys and values held; of an
+        embedding that is not the head too, one row is nothing.
+        """
+        return self.weight_bytes
+
 
 class LlamaTarget(Target):
     """Target on the lean path."""
+
+    verifies_trees = True
 
     def __init__(self, model: Llama):
         self.model = model
@@ -74,11 +100,15 @@ class LlamaTarget(Target):
         self.max_positions = model.config.max_positions
         self.device = model.device
         self.dtype = model.dtype
-        tensors = [model.embedding, model.norm]
-        tensors += [t for layer in model.layers for t in layer.tensors().values()]
+        self.weight_bytes = (model.embedding.nbytes + model.norm.nbytes
+                             + sum(layer.bytes for layer in model.layers))
         if model.head is not model.embedding:
-            tensors.append(model.head)
-        self.weight_bytes = sum(t.numel() * t.element_size() for t in tensors)
+            self.weight_bytes += model.head.nbytes
+        # Layers of one model can differ, and matrices of one layer, by what kernels take.
+        self.weight_kinds = tuple(sorted({
+            matrix.kind if isinstance(matrix, Matrix) else _name(matrix.dtype)
+            for layer in model.layers
+            for matrix in (getattr(layer, name) for name in LayerWeights.MATRICES)}))
 
     def new_state(self, capacity: int, depths: frozenset[int] = frozenset()) -> DecodeState:
         config = self.model.config
@@ -94,18 +124,34 @@ class LlamaTarget(Target):
         return DecodeState(kv, hidden, capacity)
 
     @torch.inference_mode()
-    def forward(self, state: DecodeState, tokens: list[int], last_only: bool = False) -> Tensor:
+    def forward(self, state: DecodeState, tokens: list[int], last_only: bool = False,
+                branches: Sequence[tuple[int, int]] = ()) -> Tensor:
         x = self.model.embed(torch.tensor([tokens], device=self.device))
         start = state.held
         end = start + len(tokens)
-        rope = self.model.rope.at(start, len(tokens))
+        rope, mask = self.model.rope.at(start, len(tokens)), None
+        if branches:
+            parents = parents_of(len(tokens) - 1 - len(branches), branches)
+            mask = tree_mask(parents, start, self.device)
+            places = torch.tensor([depths_of(parents)], device=self.device) + start
+            rope = self.model.rope.gather(places)
         kv = state.kv
         for group, (first, last) in enumerate(kv.groups):
-            x = self.model.run_layers(x, first, last, kv.keys, kv.values, start, rope)
+            x = self.model.run_layers(x, first, last, kv.keys, kv.values, start, rope, mask)
             kv.set_length(end, group)
             if last in state.hidden:
                 state.hidden[last][start:end] = x[0]
         return self.model.logits(x[0, -1:] if last_only else x[0])
+
+    def step_bytes(self, state: DecodeState) -> int:
+        model = self.model
+        table = 0 if model.head is model.embedding else model.embedding.nbytes
+        return self.weight_bytes - table + state.kv.position_bytes * state.held
+
+    def lower_bytes(self, state: DecodeState, depth: int) -> int:
+        """Bytes that ``run_lower`` reads: the lowest ``depth`` layers, their keys and values."""
+        return (sum(layer.bytes for layer in self.model.layers[:depth])
+                + state.kv.position_bytes * state.held * depth // self.layers)
 
     @torch.inference_mode()
     def run_lower(self, state: DecodeState, token: int, position: int, depth: int) -> Tensor:
@@ -128,6 +174,7 @@ class _RollbackOnly:
 
     def __init__(self, lm: TransformersLM):
         self.set_length = lm.set_length
+        self.views = lm.views
         self.capacity = lm.cache.capacity
 
 
@@ -147,6 +194,7 @@ class TransformersTarget(Target):
         self.layers = config.num_hidden_layers
         self.max_positions = getattr(config, 'max_position_embeddings', 2048)
         self.weight_bytes = weight_bytes
+        self.weight_kinds = (_name(dtype),)
         self.device = device
         self.dtype = dtype
 
@@ -165,6 +213,9 @@ class TransformersTarget(Target):
         logits, hidden = self._lm.forward(tokens, last_only, hidden=True)
         state.hidden[self.layers][state.held:state.held + len(tokens)] = hidden
         return logits
+
+    def step_bytes(self, state: DecodeState) -> int:
+        return self._lm.step_bytes(state.held)
 
 
 def read_config(path: Path, name: str = 'config.json') -> dict:
@@ -185,6 +236,10 @@ def open_checkpoint(path: Path) -> Checkpoint:
     """The weights of a Hugging Face directory: one safetensors file, or those of an index."""
     index = path / 'model.safetensors.index.json'
     names = ['model.safetensors']
+    if not (path / names[0]).exists() and not index.exists():
+        # GPTQ tools name the file by bits and group.
+        found = [file.name for file in path.glob('*.safetensors')]
+        names = found if len(found) == 1 else names
     if index.exists():
         try:
             names = sorted(set(json.loads(index.read_text())['weight_map'].values()))
@@ -193,25 +248,77 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint([path / name for name in names])
 
 
+def quantization_of(path: Path, raw: Mapping) -> GptqSettings | None:
+    """How the weights of ``path`` are quantised, of whose ``config.json`` is ``raw``; or None."""
+    settings = raw.get('quantization_config')
+    if settings is None and (path / 'quantize_config.json').exists():  # of older tools
+        settings = read_config(path, 'quantize_config.json')
+    if settings is None:
+        return None
+    if not isinstance(settings, dict):
+        raise BundleError(f'{path / "config.json"}: quantization_config is no JSON object')
+    return GptqSettings.from_config(settings)
+
+
+def open_weights(path: Path) -> Checkpoint | GptqCheckpoint:
+    """The weights of a Hugging Face directory under the names of the unquantised model."""
+    settings = quantization_of(path, read_config(path))
+    files = open_checkpoint(path)
+    return files if settings is None else GptqCheckpoint(files, settings)
+
+
+def stored_bytes(path: Path, dtype: torch.dtype, device: torch.device,
+                 weights: str = 'auto') -> int:
+    """Bytes that the weights of ``path`` take once loaded, computed from shapes alone."""
+    total = 0
+    with open_weights(path) as checkpoint:
+        for name in checkpoint:
+            shape = checkpoint.shape(name)
+            size = math.prod(shape) * dtype.itemsize
+            if '.layers.' in name and len(shape) == 2:
+                group = (checkpoint.int4_group(name) if isinstance(checkpoint, GptqCheckpoint)
+                         else kernel_group(shape[1], ROUNDED_GROUP) if weights == 'int4'
+                         else None)
+                if weights == 'int8':
+                    size = int8_bytes(*shape)
+                elif (group is not None and weights != 'dense'
+                      and has_int4(device, dtype, shape[0])):
+                    size = int4_bytes(*shape, group, dtype)
+            total += size
+    return total
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix('torch.')
+
+
 def load_target(path: Path, dtype: torch.dtype, device: torch.device, context: int,
-                generic: bool = False, packed: bool = True) -> Target:
+                generic: bool = False, packed: bool = True, weights: str = 'auto') -> Target:
     """
     Load the target of directory ``path``: on the lean path where its family has one.
 
-    ``packed`` is for decoding; a target to train on must not be.
+    ``packed`` is for decoding; a target to train on must not be. ``weights`` is
+    one of packing.WEIGHT_KINDS. On CUDA a GPTQ checkpoint runs through a GPTQ
+    library where one is installed, unless ``weights`` asks for something else.
 
     Raises BundleError for missing, truncated or malformed files,
     UnsupportedModelError for models that cannot be decoded rightly.
     """
     raw = read_config(path)
+    quantization = quantization_of(path, raw)
     if raw.get('model_type') in SUPPORTED_MODEL_TYPES and not generic:
         config = LlamaConfig.from_hf(raw)
-        with open_checkpoint(path) as weights:
-            return LlamaTarget(Llama.from_state(config, weights, dtype, device, context,
-                                                packed))
+        if packed and _wants_library(quantization, weights, device):
+            return LlamaTarget(load_with_library(path, config, dtype, device, context))
+        with open_weights(path) as checkpoint:
+            return LlamaTarget(Llama.from_state(config, checkpoint, dtype, device, context,
+                                                packed, weights))
+    if weights not in ('auto', 'dense'):
+        raise UnsupportedModelError(
+            f'weights {weights} needs a target on the lean path '
+            f'({", ".join(SUPPORTED_MODEL_TYPES)}); use weights auto')
     skeleton = build_skeleton(path)
-    with open_checkpoint(path) as weights:
-        state = {name: weights[name].to(dtype) for name in weights}
+    state = _dense_state(path, dtype)
     size = sum(tensor.numel() for tensor in state.values()) * dtype.itemsize
 
     def factory(capacity: int) -> TransformersLM:
@@ -220,3 +327,32 @@ def load_target(path: Path, dtype: torch.dtype, device: torch.device, context: i
     target = TransformersTarget(factory, skeleton.config, size, dtype, device)
     target.hidden_before_norm = decoder_layers(skeleton) is not None
     return target
+
+
+def load_reference(path: Path, dtype: torch.dtype, device: torch.device):
+    """
+    The target as a model of ``transformers``, to be compared with.
+
+    A GPTQ checkpoint is dequantised: ``transformers`` would ask for a library.
+    """
+    if quantization_of(path, read_config(path)) is not None:
+        return TransformersLM.attach(build_skeleton(path), _dense_state(path, dtype), dtype,
+                                     device, 1).model
+    from transformers import AutoModelForCausalLM
+    return AutoModelForCausalLM.from_pretrained(
+        path, dtype=dtype, local_files_only=True).to(device).eval()
+
+
+def _dense_state(path: Path, dtype: torch.dtype) -> dict[str, Tensor]:
+    with open_weights(path) as checkpoint:
+        return {name: dense(checkpoint[name]).to(dtype) for name in checkpoint}
+
+
+def _wants_library(quantization: GptqSettings | None, weights: str,
+                   device: torch.device) -> bool:
+    if weights == 'library' and quantization is None:
+        raise UnsupportedModelError('weights library is for GPTQ checkpoints, and this target is '
+                                    'none; use weights auto')
+    return weights == 'library' or (
+        weights == 'auto' and quantization is not None and device.type == 'cuda'
+        and installed_library() is not None)

@@ -146,11 +146,30 @@ class TransformersLM:
         """Positions held."""
         return self.cache.length
 
+    @property
+    def position_bytes(self) -> int:
+        """Bytes of the keys and values of one position; 0 before the first pass."""
+        return sum(rows.nbytes // self.cache.capacity for layer in self.cache.layers
+                   if layer.is_initialized for rows in (layer.keys, layer.values))
+
+    def step_bytes(self, held: int) -> int:
+        """Bytes that a step of one token after ``held`` positions reads: see Target."""
+        table, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
+        # Tied, the embedding is listed once, and read whole as the head.
+        apart = head is not None and head.weight is not table.weight
+        weights = sum(p.nbytes for p in self.model.parameters())
+        return weights - apart * table.weight.nbytes + self.position_bytes * held
+
     def set_length(self, length: int) -> None:
         """Roll back to (or declare) ``length`` positions; copies nothing."""
         if not 0 <= length <= self.cache.capacity:
             raise ValueError(f'length {length} outside 0..{self.cache.capacity}')
         self.cache.length = length
+
+    def views(self, length: int) -> list[Tensor]:
+        """The first ``length`` positions of all layers' keys and values, writable."""
+        return [rows[:, :, :length] for layer in self.cache.layers
+                for rows in (layer.keys, layer.values)] if length else []
 
     @torch.inference_mode()
     def forward(self, tokens: list[int], last_only: bool = False,

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-Reading weight files: by chunks, checked, and without a second copy in memory.
+Weight files: read by chunks, checked, and without a second copy in memory.
 
 A memory-mapped load returns before anything was read, and its mapped pages
 stand beside the tensors made from them. Here a load has ended when its bytes
-are in memory, and the page cache is told to let go of the file.
+are in memory, and the page cache holds nothing of the file (see reading.py).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from .errors import BundleError
+from .reading import CHUNK_BYTES, drop_pages, new_slot, read_file, Slot
 
-CHUNK_BYTES = 4 << 20
 _DTYPES = {
     'F64': torch.float64, 'F32': torch.float32, 'F16': torch.float16, 'BF16': torch.bfloat16,
     'I64': torch.int64, 'I32': torch.int32, 'I16': torch.int16, 'I8': torch.int8,
@@ -31,69 +31,35 @@ _DTYPES = {
 _HEADER_LIMIT = 100 << 20
 
 
-class LoadCancelled(Exception):  # noqa: N818 (not an error: somebody asked for it)
-    """A load was given up on request."""
-
-
 def read_tensors(path: Path, sha256: str | None = None,
                  progress: Callable[[int], None] | None = None,
-                 cancelled: Callable[[], bool] | None = None) -> dict[str, Tensor]:
+                 cancelled: Callable[[], bool] | None = None,
+                 slot: Callable[[int], Slot] = new_slot) -> dict[str, Tensor]:
     """
     Read a safetensors file into memory and return its tensors by name.
 
-    All tensors are views of one buffer. ``progress`` receives the bytes read so
-    far. Raises BundleError where the file is missing, truncated, not safetensors
-    or not the one the manifest describes; LoadCancelled when ``cancelled`` says so.
+    All tensors are views of one buffer, that of the slot. Arguments and errors as
+    of ``read_file``; BundleError also where it is no safetensors file.
     """
-    buffer = read_file(path, sha256, progress, cancelled)
-    return parse_tensors(path, buffer)
-
-
-def read_file(path: Path, sha256: str | None = None,
-              progress: Callable[[int], None] | None = None,
-              cancelled: Callable[[], bool] | None = None) -> Tensor:
-    """Read a whole file as a uint8 tensor; arguments and errors as ``read_tensors``."""
-    digest = hashlib.sha256()
-    try:
-        with path.open('rb', buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size
-            buffer = torch.empty(size, dtype=torch.uint8)
-            view = memoryview(buffer.numpy())
-            done = 0
-            while done < size:
-                if cancelled is not None and cancelled():
-                    raise LoadCancelled(path.name)
-                count = file.readinto(view[done:done + CHUNK_BYTES])
-                if not count:
-                    raise BundleError(f'{path}: ended after {done} of {size} bytes')
-                if sha256 is not None:
-                    digest.update(view[done:done + count])
-                done += count
-                if progress is not None:
-                    progress(done)
-            _drop_page_cache(file.fileno())
-    except OSError as error:
-        raise BundleError(f'{path}: {error.strerror or error}') from error
-    if sha256 is not None and digest.hexdigest() != sha256:
-        raise BundleError(
-            f'{path}: sha256 is {digest.hexdigest()}, the manifest says {sha256}; '
-            'the file is damaged or was replaced')
-    return buffer
+    return parse_tensors(path, read_file(path, sha256, progress, cancelled, slot))
 
 
 def parse_tensors(path: Path, buffer: Tensor) -> dict[str, Tensor]:
-    """Tensors (views) of a safetensors file held in a uint8 ``buffer``."""
-    raw = memoryview(buffer.numpy())
+    """Tensors (views) of a safetensors file held in a uint8 ``buffer``, on any device."""
     try:
-        header_size = int.from_bytes(raw[:8], 'little')
-        if not 2 <= header_size <= min(_HEADER_LIMIT, len(raw) - 8):
-            raise ValueError(f'header of {header_size} bytes in a file of {len(raw)}')
-        header = json.loads(bytes(raw[8:8 + header_size]))
+        header_size = int.from_bytes(_bytes(buffer[:8]), 'little')
+        if not 2 <= header_size <= min(_HEADER_LIMIT, len(buffer) - 8):
+            raise ValueError(f'header of {header_size} bytes in a file of {len(buffer)}')
+        header = json.loads(_bytes(buffer[8:8 + header_size]))
         data = buffer[8 + header_size:]
         header.pop('__metadata__', None)
         return {name: _tensor(data, entry) for name, entry in header.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise BundleError(f'{path}: not a whole safetensors file ({error})') from error
+
+
+def _bytes(buffer: Tensor) -> bytes:
+    return buffer.cpu().numpy().tobytes()
 
 
 def _tensor(data: Tensor, entry: dict) -> Tensor:
@@ -136,7 +102,7 @@ class Checkpoint(Mapping):
     def close(self) -> None:
         """Let go of the files and of their pages in the cache."""
         for _, file in self._files:
-            _drop_page_cache(file.fileno())
+            drop_pages(file.fileno())
             file.close()
         self._files = []
 
@@ -162,6 +128,10 @@ class Checkpoint(Mapping):
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, without reading it."""
+        return tuple(self._entries[name][3]['shape'])
 
     @property
     def elements(self) -> int:
@@ -212,15 +182,7 @@ def file_sha256(path: Path) -> str:
         with path.open('rb') as file:
             while block := file.read(CHUNK_BYTES):
                 digest.update(block)
+            drop_pages(file.fileno())
     except OSError as error:
         raise BundleError(f'{path}: {error.strerror or error}') from error
     return digest.hexdigest()
-
-
-def _drop_page_cache(descriptor: int) -> None:
-    """Tell the kernel that these pages will not be read again (advice only)."""
-    if hasattr(os, 'posix_fadvise'):
-        try:
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        except OSError:
-            pass  # a file system that takes no advice

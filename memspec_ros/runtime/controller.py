@@ -20,11 +20,13 @@ from ..decoding.output import OutputStream
 from ..decoding.stats import GenerationStats, StepRecord
 from ..decoding.verification import agreement
 from ..models.drafts import Drafter
+from ..models.state import Branching
 from ..models.tokenizer import Tokenizer
 from .policies import Plan, Policy
 from .ranking import Acceptance, RankingContext
 from .requests import Chunk, Finish, PreparedRequest
 from .residency import Residency
+from .sessions import SessionStore
 
 _LOG = logging.getLogger(__name__)
 # Recent output that a ranker sees, in tokens.
@@ -44,13 +46,20 @@ class Settings:
 
     cache_capacity: K. scheduling_interval: N. speculate: False decodes plainly.
     copy: where the last tokens stood in the text before, copy what followed
-    instead of drafting, if that promises more tokens per second.
+    instead of drafting, if that promises more tokens per second. verification: how
+    drafted tokens of a request that samples are judged (decoding.sampler). min_confidence:
+    a draft less sure of its next token than that proposes no more.
+    wait_for_first_load: decode only when the first draft is there, as in the paper
+    (benchmarks; the wait counts as part of the prefill).
     """
 
     cache_capacity: int = 2
     scheduling_interval: int = 4
     speculate: bool = True
     copy: bool = True
+    verification: str = 'coupled'
+    min_confidence: float = 0.0
+    wait_for_first_load: bool = False
 
 
 @dataclass
@@ -98,6 +107,9 @@ class Controller:
         self.draft_length = draft_length
         self.settings = settings
         self.stop_ids = stop_ids
+        self.sessions = SessionStore()
+        # Whose conversation the engine's buffers hold.
+        self._session = ''
         self.clock = engine.clock
         self.active = ''
         self.desired = ''
@@ -151,8 +163,10 @@ class Controller:
         yield self._last(turn, finish, message, Chunk(seq, '', []))
 
     def reset(self) -> None:
-        """Forget drafts and cached prompt: the next request starts cold (benchmarks)."""
+        """Forget drafts and conversations: the next request starts cold."""
         self.residency.clear()
+        self.sessions.clear()
+        self._session = ''
         self.engine.state.restart([0])
         self.engine.state.hold(0)
 
@@ -166,18 +180,45 @@ class Controller:
             started, counters.loads, counters.evictions)
 
     def _begin(self, turn: _Turn) -> None:
+        self._change_session(turn.request.session)
         self.policy.begin(turn.context)
         self.draft_length.begin()
         self._schedule(turn, first=True)
 
+    def _change_session(self, session: str) -> None:
+        """
+        Have the buffers hold what was read of ``session``, if it is kept.
+
+        What they held stays available to its own conversation, where there is room.
+        """
+        if session == self._session:
+            return
+        state, before = self.engine.state, self._session
+        # Taken first: its room is free for the one that goes.
+        parked = self.sessions.take(session) if session else None
+        if before and state.held and self.sessions.make_room(state.held_bytes):
+            self.sessions.put(before, state.park())
+        self._session = session
+        if parked is not None:
+            common = state.resume(parked)
+            for drafter in self.residency.drafters():
+                drafter.restart(common)
+
     def _prefill(self, turn: _Turn) -> Finish | None:
         """Run the prompt while the first draft loads; None when ready to decode."""
+        self.engine.use(replace(turn.request.sampling, stop_ids=self.stop_ids),
+                        self.settings.verification, self.settings.min_confidence)
         chunks = self.engine.prefill(turn.request.prompt_ids)
         turn.stats.cached_tokens = kept = next(chunks)
         for drafter in self.residency.drafters():
             drafter.restart(kept)
         finish = self._interruption(turn)
         while finish is None and next(chunks, None) is not None:
+            self.residency.poll()
+            finish = self._interruption(turn)
+        while (self.settings.wait_for_first_load and finish is None
+               and self.residency.loading is not None):
+            self.residency.wait(_WAIT_SLICE_SEC)
             self.residency.poll()
             finish = self._interruption(turn)
         return finish
@@ -197,7 +238,8 @@ class Controller:
         limit = turn.request.max_new_tokens - len(turn.output.token_ids)
         stop_ids = frozenset() if turn.request.ignore_eos else self.stop_ids
         try:
-            tokens, step = self.engine.step(drafter, gamma, limit, stop_ids)
+            branching = self._branching(draft, gamma)
+            tokens, step = self.engine.step(drafter, gamma, limit, stop_ids, branching)
         except DraftFailure as failure:
             self._give_up(turn, draft, str(failure))
             drafter = None
@@ -248,6 +290,14 @@ class Controller:
                 self.engine.state, self.draft_length.max_gamma).tokens)
             break
         return draft, drafter, gamma
+
+    def _branching(self, draft: str, gamma: int) -> Branching | None:
+        """Whether and how a draft may name alternatives to what it proposes."""
+        most = self.engine.max_branches
+        if not most or not gamma:
+            return None
+        adaptive = self.draft_length.adaptive
+        return Branching(most, self.draft_length.worth_of_row(draft, gamma) if adaptive else 0.0)
 
     def _schedule(self, turn: _Turn, first: bool) -> None:
         """Interval boundary: rank (Algorithm 1), steer residency (2), choose the draft (3)."""

@@ -5,16 +5,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+import logging
 import os
-from pathlib import Path
 import threading
+import time
 from typing import Protocol
 
 from torch import Tensor
 
-from ..models.weights import LoadCancelled, read_tensors
+from ..models.reading import LoadCancelled
+from .storage import Store
 
+_LOG = logging.getLogger(__name__)
 _LOADER_NICENESS = 10
+# A read that the kernel does not return from cannot be ended; closing does not wait for it longer.
+_CLOSE_SEC = 2.0
+STALL_SEC = 5.0
 
 
 @dataclass(frozen=True)
@@ -27,30 +33,16 @@ class LoadResult:
     cancelled: bool = False
 
 
-class Store(Protocol):
-    """Where draft weights lie."""
-
-    def read(self, draft: str, progress: Callable[[int], None],
-             cancelled: Callable[[], bool]) -> Mapping[str, Tensor]:
-        """Read all bytes of ``draft``; raises to say why not."""
-
-
-class FileStore:
-    """Weight files of a bundle: draft id -> (file, sha256)."""
-
-    def __init__(self, files: Mapping[str, tuple[Path, str | None]]):
-        self._files = dict(files)
-
-    def read(self, draft, progress, cancelled):
-        path, sha256 = self._files[draft]
-        return read_tensors(path, sha256, progress, cancelled)
-
-
 class Loader(Protocol):
-    """One load in flight; the caller polls."""
+    """
+    One load in flight; the caller polls.
+
+    stall: why the load in flight is not to be waited for, '' while it moves.
+    """
 
     loading: str | None
     bytes_read: int
+    stall: str
 
     def start(self, draft: str) -> None:
         """Begin to load; only while ``loading`` is None."""
@@ -73,10 +65,18 @@ class Loader(Protocol):
 
 
 class ThreadLoader:
-    """Loader on one background thread, which only moves bytes."""
+    """
+    Loader on one background thread, which only moves bytes.
 
-    def __init__(self, store: Store):
+    stall_sec: so long without a byte, and a load is taken for stalled.
+    """
+
+    def __init__(self, store: Store, stall_sec: float = STALL_SEC,
+                 clock: Callable[[], float] = time.monotonic):
         self._store = store
+        self._stall_sec = stall_sec
+        self._clock = clock
+        self._moved_at = 0.0
         self.loading: str | None = None
         self.bytes_read = 0
         self._result: LoadResult | None = None
@@ -91,6 +91,7 @@ class ThreadLoader:
             if self.loading is not None:
                 raise RuntimeError(f'{self.loading} is being loaded')
             self.loading, self.bytes_read, self._result = draft, 0, None
+            self._moved_at = self._clock()
             self._cancel.clear()
             self._wake.notify_all()
 
@@ -100,6 +101,15 @@ class ThreadLoader:
             if result is not None:
                 self.loading, self._result = None, None
             return result
+
+    @property
+    def stall(self) -> str:
+        with self._wake:
+            still = self._clock() - self._moved_at
+            if self.loading is None or self._result is not None or still < self._stall_sec:
+                return ''
+            return (f'the storage has sent nothing for {still:.0f} s, '
+                    f'after {self.bytes_read} bytes')
 
     def wait(self, timeout: float | None = None) -> bool:
         with self._wake:
@@ -114,7 +124,10 @@ class ThreadLoader:
         with self._wake:
             self._closing = True
             self._wake.notify_all()
-        self._thread.join()
+        self._thread.join(_CLOSE_SEC)
+        if self._thread.is_alive():
+            _LOG.warning('the storage does not answer: the load of %s is left behind and ends '
+                         'when it does', self.loading)
 
     def _run(self) -> None:
         _lower_priority()
@@ -129,6 +142,8 @@ class ThreadLoader:
             with self._wake:
                 self._result = result
                 self._wake.notify_all()
+            # Tensors of a load must not outlive their draft here, until the next one comes.
+            del result
 
     def _load(self, draft: str) -> LoadResult:
         try:
@@ -139,7 +154,8 @@ class ThreadLoader:
             return LoadResult(draft, error=f'{error}' or type(error).__name__)
 
     def _progress(self, count: int) -> None:
-        self.bytes_read = count
+        if count > self.bytes_read:
+            self.bytes_read, self._moved_at = count, self._clock()
 
 
 def _lower_priority() -> None:

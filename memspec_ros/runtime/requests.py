@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 import math
+import secrets
 
+from ..decoding.sampling import LARGEST_SEED, Sampling
 from ..decoding.stats import GenerationStats, StepRecord
 from ..models.errors import ContextOverflowError, InvalidRequestError
 from ..models.tokenizer import Tokenizer
@@ -26,6 +28,8 @@ class Finish(str, Enum):
     CANCELED = 'canceled'
     TIMEOUT = 'timeout'
     OUT_OF_MEMORY = 'out_of_memory'
+    CONTEXT_OVERFLOW = 'context_overflow'
+    INVALID = 'invalid'
     INTERNAL = 'internal'
 
 
@@ -37,7 +41,7 @@ class GenerationRequest:
     prompt: text; system_prompt: '' for none; history: earlier (role, text) turns
     of the conversation; max_new_tokens at least 1; stop: strings that end the
     answer; ignore_eos: go on past the end-of-sequence token; timeout_sec: from
-    acceptance to the end, 0 for none.
+    acceptance to the end, 0 for none; sampling: how tokens are chosen.
     """
 
     prompt: str
@@ -47,11 +51,16 @@ class GenerationRequest:
     stop: Sequence[str] = ()
     ignore_eos: bool = False
     timeout_sec: float = 0.0
+    sampling: Sampling = Sampling()
 
 
 @dataclass(frozen=True)
 class PreparedRequest:
-    """A request that was checked and tokenised: what the controller runs."""
+    """
+    A request that was checked and tokenised: what the controller runs.
+
+    session: the conversation it belongs to, '' for none.
+    """
 
     prompt_ids: list[int]
     prompt_text: str
@@ -60,6 +69,8 @@ class PreparedRequest:
     ignore_eos: bool = False
     timeout_sec: float = 0.0
     accepted_at: float = 0.0
+    sampling: Sampling = Sampling()
+    session: str = ''
 
 
 @dataclass
@@ -103,6 +114,9 @@ def prepare(request: GenerationRequest, tokenizer: Tokenizer, context: int,
         raise InvalidRequestError(f'{len(request.stop)} stop strings, at most {MOST_STOPS}')
     if any(not stop for stop in request.stop):
         raise InvalidRequestError('a stop string is empty')
+    sampling = request.sampling.checked(tokenizer.size)
+    if not sampling.seed and not sampling.greedy:
+        sampling = replace(sampling, seed=1 + secrets.randbelow(LARGEST_SEED))
     messages = [{'role': 'system', 'content': request.system_prompt}] * bool(request.system_prompt)
     messages += [{'role': role, 'content': text} for role, text in request.history]
     messages.append({'role': 'user', 'content': request.prompt})
@@ -119,4 +133,5 @@ def prepare(request: GenerationRequest, tokenizer: Tokenizer, context: int,
             f'fit the context of {context}; shorten the prompt, lower max_new_tokens or raise '
             'context.max_tokens')
     return PreparedRequest(prompt_ids, request.prompt, request.max_new_tokens,
-                           tuple(request.stop), request.ignore_eos, request.timeout_sec, now)
+                           tuple(request.stop), request.ignore_eos, request.timeout_sec, now,
+                           sampling)

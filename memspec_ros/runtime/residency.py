@@ -14,13 +14,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+import logging
 import threading
 
 from ..models.drafts import Drafter, DraftKind
 from .loader import Loader
 
+_LOG = logging.getLogger(__name__)
 _RETRY_FIRST_SEC = 1.0
 _RETRY_MOST_SEC = 60.0
+_CLEAR_SEC = 2.0
 # Until a load has been timed: a modest SD card.
 _BYTES_PER_SEC_PRIOR = 80e6
 Ranked = Sequence[tuple[str, float]]
@@ -136,8 +139,10 @@ class Residency:
 
     @property
     def loading(self) -> str | None:
-        """The draft being loaded."""
-        return self._loader.loading
+        """The draft being loaded, unless its load was given up."""
+        draft = self._loader.loading
+        waited_for = draft is not None and self._slots[draft].state is SlotState.LOADING
+        return draft if waited_for else None
 
     def is_ready(self, draft: str) -> bool:
         """Whether ``draft`` can propose now."""
@@ -157,13 +162,15 @@ class Residency:
         """Take in a load that has ended; True if anything changed. Never waits."""
         result = self._loader.poll()
         if result is None:
-            return False
+            return self._give_up_stalled()
         with self._lock:
             slot = self._slots[result.draft]
+            if slot.state is not SlotState.LOADING:
+                return False  # it had stalled, and was given up
             if result.cancelled or slot.doomed:
                 slot.state, slot.doomed = SlotState.ABSENT, False
             elif result.error is not None:
-                self._fail(slot, result.error)
+                self._fail(result.draft, slot, result.error)
             else:
                 self._attach(result.draft, slot, result.tensors)
         return True
@@ -232,21 +239,30 @@ class Residency:
             self._shrink(active, [])
 
     def clear(self) -> None:
-        """Evict everything and wait for the load in flight to be given up (cleanup)."""
+        """
+        Evict everything and wait for the load in flight to be given up (cleanup).
+
+        Forgets what earlier rankings and loads have taught, too.
+        A load that storage does not let go of is left behind after 2 s.
+        """
         self._loader.cancel()
-        self._loader.wait()
+        self._loader.wait(_CLEAR_SEC)
         self.poll()
         with self._lock:
             for draft, slot in self._slots.items():
+                if slot.state is SlotState.LOADING:
+                    slot.state, slot.doomed = SlotState.ABSENT, False
                 if slot.state is SlotState.READY and not slot.kind.slot_free:
                     self._evict(draft)
+                slot.score = 0.0
+            self._bytes_per_sec = _BYTES_PER_SEC_PRIOR
 
     def fail(self, draft: str, reason: str) -> None:
         """Take a draft that misbehaved out of service; it is loaded anew after the back-off."""
         with self._lock:
             slot = self._slots[draft]
             slot.drafter = None
-            self._fail(slot, reason)
+            self._fail(draft, slot, reason)
 
     def can_load(self, draft: str) -> bool:
         """
@@ -269,9 +285,15 @@ class Residency:
     def view(self) -> list[DraftView]:
         """A snapshot of every draft."""
         with self._lock:
-            return [DraftView(draft, slot.state, slot.score, slot.memory_bytes,
-                              self._progress(slot), slot.reason, slot.kind.slot_free)
-                    for draft, slot in self._slots.items()]
+            return [self._view(draft, slot) for draft, slot in self._slots.items()]
+
+    def _view(self, draft: str, slot: _Slot) -> DraftView:
+        state, reason = slot.state, slot.reason
+        if state is SlotState.LOADING and (stall := self._loader.stall):
+            # Between requests nobody polls, and a load that stalls is to be seen all the same.
+            state, reason = SlotState.FAILED, stall
+        return DraftView(draft, state, slot.score, slot.memory_bytes, self._progress(slot),
+                         reason, slot.kind.slot_free)
 
     def _progress(self, slot: _Slot) -> float:
         if slot.state is SlotState.READY:
@@ -338,7 +360,7 @@ class Residency:
         try:
             slot.drafter = slot.kind.attach(tensors)
         except Exception as error:  # noqa: BLE001 (whatever a damaged file does to its kind)
-            self._fail(slot, str(error) or type(error).__name__)
+            self._fail(draft, slot, str(error) or type(error).__name__)
             return
         slot.state, slot.reason = SlotState.READY, ''
         elapsed = self._clock() - self._load_started
@@ -352,7 +374,23 @@ class Residency:
                 slot.used = False
                 self._attach(draft, slot, {})
 
-    def _fail(self, slot: _Slot, reason: str) -> None:
+    def _give_up_stalled(self) -> bool:
+        """
+        Take a load that does not move for a failed one; True if there was one.
+
+        The loader stays busy until its storage answers: nothing else is loaded
+        from there, and its slot's memory is the only one beyond those of K.
+        """
+        draft = self.loading
+        if draft is None or not (reason := self._loader.stall):
+            return False
+        with self._lock:
+            self._loader.cancel()
+            self._fail(draft, self._slots[draft], reason)
+        return True
+
+    def _fail(self, draft: str, slot: _Slot, reason: str) -> None:
+        _LOG.warning('draft %s cannot be used: %s', draft, reason)
         slot.state, slot.reason, slot.doomed = SlotState.FAILED, reason, False
         # The exponent is bounded too: weeks of failures must not end in an overflow.
         delay = _RETRY_FIRST_SEC * 2 ** min(slot.failures, 16)

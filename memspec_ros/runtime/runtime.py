@@ -13,6 +13,7 @@ import torch
 
 from ..decoding.draft_length import DraftLength
 from ..decoding.engine import Engine
+from ..memory import allocator
 from ..memory.footprint import draft_bytes
 from ..models.bundle import Bundle, load_bundle
 from ..models.drafts import KINDS
@@ -21,11 +22,13 @@ from ..models.target import load_target, read_config, Target
 from ..models.target_files import locate_target
 from ..models.tokenizer import Tokenizer
 from .controller import Controller, Settings
-from .loader import FileStore, Loader, Store, ThreadLoader
+from .loader import Loader, STALL_SEC, ThreadLoader
 from .policies import make_policy
 from .ranking import make_ranker
 from .requests import GenerationRequest, prepare, PreparedRequest
 from .residency import Residency
+from .slots import slots_for
+from .storage import FileStore, StorageLimits, Store
 
 _WARM_UP_ROUNDS = 6
 DTYPES = {'bfloat16': torch.bfloat16, 'float32': torch.float32, 'float16': torch.float16}
@@ -36,14 +39,19 @@ class RuntimeOptions:
     """
     How to run a bundle.
 
-    dtype 'auto' is bfloat16 where the processor has it, float32 elsewhere.
-    max_gamma 0 switches speculation off. threads 0 leaves PyTorch's choice.
+    dtype 'auto' is bfloat16 where the processor has it, float32 elsewhere;
+    weights: what the target's layers are held as, of packing.WEIGHT_KINDS.
+    max_gamma 0 switches speculation off. max_branches: alternatives to drafted
+    tokens verified beside them. threads 0 leaves PyTorch's choice.
+    storage: how draft files are read.
     """
 
     device: str = 'auto'
     dtype: str = 'auto'
+    weights: str = 'auto'
     context: int = 2048
     max_gamma: int = 4
+    max_branches: int = 4
     adaptive: bool = True
     policy: str = 'memspec'
     ucb_c: float = 1.0
@@ -51,6 +59,7 @@ class RuntimeOptions:
     generic_target: bool = False
     threads: int = 0
     settings: Settings = field(default_factory=Settings)
+    storage: StorageLimits = StorageLimits()
 
 
 def choose_device(name: str) -> torch.device:
@@ -111,12 +120,15 @@ class Runtime:
     def open(cls, path: Path | str | None = None, options: RuntimeOptions | None = None,
              clock: Callable[[], float] = time.monotonic,
              progress: Callable[[str, float], None] | None = None,
-             store: Store | None = None) -> Runtime:
+             store: Store | None = None,
+             before_loading: Callable[[Bundle, torch.dtype, torch.device], None] | None = None
+             ) -> Runtime:
         """
         Load the bundle of ``path`` (None or '': the default one).
 
-        ``progress(stage, fraction)`` is told of slow work. Raises MemSpecError
-        saying what is wrong and where.
+        ``progress(stage, fraction)`` is told of slow work. ``before_loading`` is
+        called when the tokenizer is there and no model yet, and may raise to
+        refuse. Raises MemSpecError saying what is wrong and where.
         """
         options = replace(options) if options else RuntimeOptions()
         tell = progress or (lambda stage, fraction: None)
@@ -130,8 +142,12 @@ class Runtime:
         read_config(directory)  # else the tokenizer stumbles over it first, and is blamed
         tell('loading the tokenizer', 0.2)
         tokenizer = Tokenizer(bundle.tokenizer_path)
+        if before_loading is not None:
+            before_loading(bundle, dtype, device)
         tell('loading the target', 0.3)
-        target = load_target(directory, dtype, device, options.context, options.generic_target)
+        with allocator.compact():
+            target = load_target(directory, dtype, device, options.context,
+                                 options.generic_target, weights=options.weights)
         if target.vocab_size < tokenizer.size:
             raise BundleError(f'the target has {target.vocab_size} ids, its tokenizer '
                               f'{tokenizer.size}: they do not belong together')
@@ -141,10 +157,10 @@ class Runtime:
         kinds = {spec.id: (KINDS[spec.kind](spec, bundle, target, capacity), spec.bytes)
                  for spec in bundle.drafts} if options.max_gamma else {}
         depths = frozenset().union(*(kind.depths for kind, _ in kinds.values()))
-        engine = Engine(target, options.context, options.max_gamma, depths, clock)
+        engine = Engine(target, options.context, options.max_gamma, depths, clock,
+                        options.max_branches if options.max_gamma else 0)
         if store is None:
-            store = FileStore({spec.id: (bundle.weight_file(spec), spec.sha256)
-                               for spec in bundle.drafts if spec.path})
+            store = file_store(bundle, device, options.storage)
         drafts = [spec for spec in bundle.drafts if spec.id in kinds]
         if bundle.ranker_file is not None:
             tell('loading the ranker', 0.85)
@@ -152,7 +168,7 @@ class Runtime:
         policy = make_policy(options.policy, drafts, ranker, options.ucb_c,
                              options.ucb_per_iteration)
         draft_length = DraftLength(options.max_gamma, options.adaptive)
-        loader = ThreadLoader(store)
+        loader = ThreadLoader(store, STALL_SEC + options.storage.latency_ms / 1e3)
         residency = Residency(kinds, loader, options.settings.cache_capacity, clock,
                               {spec.id: draft_bytes(bundle, spec, dtype) for spec in drafts})
         controller = Controller(engine, tokenizer, residency, policy, draft_length,
@@ -172,9 +188,10 @@ class Runtime:
         """Family of the target, such as llama."""
         return read_config(self.bundle.target_path).get('model_type', '')
 
-    def prepare(self, request: GenerationRequest) -> PreparedRequest:
-        """Check and tokenise a request; raises InvalidRequestError."""
-        return prepare(request, self.tokenizer, self.options.context, self.controller.clock())
+    def prepare(self, request: GenerationRequest, session: str = '') -> PreparedRequest:
+        """Check and tokenise a request of ``session``; raises InvalidRequestError."""
+        return replace(prepare(request, self.tokenizer, self.options.context,
+                               self.controller.clock()), session=session)
 
     def close(self) -> None:
         """End the loader thread and let go of all weights."""
@@ -186,7 +203,7 @@ class Runtime:
         engine, draft_length = self.controller.engine, self.controller.draft_length
         engine.state.restart([0] * 8)
         times: dict[int, list[float]] = {rows: [] for rows in
-                                         range(1, self.options.max_gamma + 2)}
+                                         range(1, engine.max_gamma + engine.max_branches + 2)}
         for _ in range(_WARM_UP_ROUNDS):
             for rows, measured in times.items():
                 start = engine.clock()
@@ -198,6 +215,14 @@ class Runtime:
             draft_length.calibrate(rows, statistics.median(measured[1:]))
         engine.state.restart([0])
         engine.state.hold(0)
+
+
+def file_store(bundle: Bundle, device: torch.device, limits: StorageLimits) -> Store:
+    """The bundle's weight files, read into slots on ``device`` at the pace of ``limits``."""
+    files = {spec.id: (bundle.weight_file(spec), spec.sha256)
+             for spec in bundle.drafts if spec.path}
+    largest = max((spec.bytes for spec in bundle.drafts if spec.path), default=0)
+    return limits.limit(FileStore(files, slots_for(device, largest), limits.cold))
 
 
 def stop_ids_of(directory: Path, tokenizer: Tokenizer) -> frozenset[int]:

@@ -17,7 +17,7 @@ import threading
 import traceback
 
 from ..decoding.stats import GenerationStats
-from ..models.errors import InvalidRequestError
+from ..models.errors import ContextOverflowError, InvalidRequestError
 from .controller import Controller
 from .requests import Chunk, Finish, PreparedRequest
 
@@ -43,7 +43,8 @@ class Job:
     A request in the queue, running, or ended with its result.
 
     ``on_chunk(job, chunk)`` is called on the worker thread, the last chunk
-    included; it must not block.
+    included; it must not block. ``prepare`` makes the request anew when its turn
+    comes: that of a conversation whose earlier turns had not ended yet.
     """
 
     id: str
@@ -51,6 +52,7 @@ class Job:
     client: str = ''
     priority: int = 0
     on_chunk: Callable[[Job, Chunk], None] = lambda job, chunk: None
+    prepare: Callable[[], PreparedRequest] | None = None
     state: JobState = JobState.PENDING
     text: str = ''
     token_ids: list[int] = field(default_factory=list)
@@ -67,7 +69,8 @@ class GenerationWorker:
     Runs jobs one after another on its own thread.
 
     Order: higher priority first; within a priority, clients take turns; within
-    a client, first come first served. ``log`` receives tracebacks of faults.
+    a client, first come first served. Turns of a conversation keep their order
+    whatever their priority. ``log`` receives tracebacks of faults.
     """
 
     def __init__(self, controller: Controller, max_queue: Callable[[], int],
@@ -172,7 +175,15 @@ class GenerationWorker:
         def rank(item: tuple[int, Job]) -> tuple:
             index, job = item
             return (not job.cancelled.is_set(), -job.priority, self._served[job.client], index)
-        index, job = min(enumerate(self._waiting), key=rank)
+
+        begun: set[str] = set()  # conversations of which an earlier turn waits
+        ready = []
+        for item in enumerate(self._waiting):
+            session = item[1].request.session
+            if item[1].cancelled.is_set() or session not in begun:
+                ready.append(item)
+                begun |= {session} - {''}
+        index, job = min(ready, key=rank)
         del self._waiting[index]
         if not job.cancelled.is_set():
             self._served[job.client] += 1
@@ -190,18 +201,26 @@ class GenerationWorker:
                 job.state = JobState.RUNNING
             self.last_progress = self._clock()
             try:
-                for chunk in self._controller.generate(job.request, job.cancelled.is_set):
+                again = job.prepare is not None and not job.cancelled.is_set()
+                request = job.prepare() if again else job.request
+                for chunk in self._controller.generate(request, job.cancelled.is_set):
                     self.last_progress = self._clock()
                     self._deliver(job, chunk)
+            except InvalidRequestError as error:
+                overflow = isinstance(error, ContextOverflowError)
+                self._end(job, Finish.CONTEXT_OVERFLOW if overflow else Finish.INVALID, str(error))
             except Exception as error:  # noqa: BLE001 (one request's fault must not end the thread)
                 self._log(traceback.format_exc())
                 if job.finish is None:
-                    self._deliver(job, Chunk(
-                        -1, '', [], last=True, finish=Finish.INTERNAL,
-                        message=f'{type(error).__name__}: {error}', stats=GenerationStats()))
+                    self._end(job, Finish.INTERNAL, f'{type(error).__name__}: {error}')
             with self._changed:
                 self._running = None
                 self._changed.notify_all()
+
+    def _end(self, job: Job, finish: Finish, message: str) -> None:
+        """End a job that the controller has not ended."""
+        self._deliver(job, Chunk(-1, '', [], last=True, finish=finish, message=message,
+                                 stats=GenerationStats()))
 
     def _deliver(self, job: Job, chunk: Chunk) -> None:
         job.text += chunk.text

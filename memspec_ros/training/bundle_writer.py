@@ -83,11 +83,7 @@ def write_bundle(directory: Path, source: Bundle, head: Path,
         'format': FORMAT, 'name': source.name, 'description': source.description,
         'target': _target(source),
         'shared_head': {'path': head.name, 'sha256': file_sha256(head)},
-        'drafts': [*map(dict, drafts),
-                   {'id': 'lookup', 'kind': 'prompt_lookup', 'licence': 'Apache-2.0',
-                    'provenance': 'no weights: n-grams of the text itself',
-                    'acceptance': {domain: round(value, 3)
-                                   for domain, value in (lookup or {}).items()}}],
+        'drafts': [*map(dict, drafts), _lookup_entry(lookup or {})],
         # A trained head ranks the drafts it was trained with, not these.
         'ranker': ({'kind': 'domain_words'} if source.ranker.path is not None else
                    {'kind': source.ranker.kind, **source.ranker.options}),
@@ -97,6 +93,19 @@ def write_bundle(directory: Path, source: Bundle, head: Path,
     path = directory / MANIFEST_NAME
     _write(path, manifest)
     return path
+
+
+def write_bare_bundle(directory: Path, target: Mapping[str, Any]) -> None:
+    """Write ``bundle.yaml`` into ``directory``: a target, and no draft but a prompt lookup."""
+    _write(directory / MANIFEST_NAME,
+           {'format': FORMAT, 'name': target['name'].lower(), 'target': dict(target),
+            'drafts': [_lookup_entry({})], 'ranker': {'kind': 'domain_words'}})
+
+
+def _lookup_entry(acceptance: Mapping[str, float]) -> dict[str, Any]:
+    return {'id': 'lookup', 'kind': 'prompt_lookup', 'licence': 'Apache-2.0',
+            'provenance': 'no weights: n-grams of the text itself',
+            'acceptance': {domain: round(value, 3) for domain, value in acceptance.items()}}
 
 
 def _write(path: Path, manifest: Mapping[str, Any]) -> None:

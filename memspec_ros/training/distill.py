@@ -150,13 +150,12 @@ class Distillation:
                 kept = (batch.in_output & (drawn < 0.5 ** ahead)) | (
                     ~batch.in_output & (drawn < options.prompt_share * 0.5 ** ahead))
                 kept &= batch.row >= ahead
-                logits = self.top.training_logits(
-                    states.flatten(0, 1)[batch.place[kept]], generator).float()
+                logits = self.top.training_logits(states, batch, kept, generator).float()
                 losses = distribution_loss(logits, batch.labels[kept],
                                            batch.probabilities[kept])
                 loss = loss + losses.mean() * 0.6 ** ahead
                 if ahead == 0:
-                    said = logits[:, :self._vocabulary].argmax(-1)
+                    said = logits[:, :self._vocabulary + len(batch.further)].argmax(-1)
                     found = (said == batch.labels[kept][:, 0])[batch.in_output[kept]]
                     right, first_loss = float(found.float().mean()), float(losses.detach().mean())
         self._optimiser.zero_grad(set_to_none=True)
@@ -196,7 +195,7 @@ def agreement(top: Top, lessons: Lessons, device: torch.device, ahead: int = 1,
                     hits.append(Counter())
                     totals.append(Counter())
                 kept = data.in_output & (data.row >= step)
-                said = top.logits(states.flatten(0, 1)[data.place[kept]]).argmax(-1)
+                said = top.logits(states, data, kept).argmax(-1)
                 right = said == data.labels[kept][:, 0]
                 owner = data.place[kept] // data.tokens.shape[1]
                 for index, domain in enumerate(domains):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+import torch.nn.functional as F
 
 from ..models.llama import layer_elements, Llama, LlamaConfig
 from .outputs import OutputRecord
@@ -91,13 +92,22 @@ def choose_vocabulary(records: Iterable[OutputRecord], size: int,
     return sorted(chosen)
 
 
-def coverage(records: Iterable[OutputRecord], vocabulary: Sequence[int]) -> float:
-    """Share of output tokens that the trimmed vocabulary can express."""
-    known = set(vocabulary)
+def coverage(records: Iterable[OutputRecord], vocabulary: Sequence[int],
+             text: bool = False) -> float:
+    """
+    Share of output tokens that the trimmed vocabulary can express.
+
+    ``text``: with the tokens that prompt and output held before, as drafts have them.
+    """
+    trimmed = set(vocabulary)
     hits = total = 0
     for record in records:
+        known = trimmed | set(record.prompt_ids) if text else trimmed
         total += len(record.output_ids)
-        hits += sum(token in known for token in record.output_ids)
+        for token in record.output_ids:
+            hits += token in known
+            if text:
+                known.add(token)
     return hits / max(total, 1)
 
 
@@ -107,20 +117,41 @@ class Batch:
     Several lessons side by side, padded on the right.
 
     tokens [B, T]; lower [B, T, H]: hidden states after the shared layers, or
-    None; features [B, T, F, H] or None. For each of the N positions
-    learned from: place (flat, in B * T), row (its position in the sequence),
-    labels [N, top] (places in the trimmed vocabulary, -1 outside) with
-    probabilities [N, top], in_output [N].
+    None; features [B, T, F, H] or None. further [E]: ids of the tokens outside
+    of the trimmed vocabulary that any of the sequences holds, ascending. For each of the N
+    positions learned from: place (flat, in B * T), row (its position in the
+    sequence), labels [N, top] (places in the trimmed vocabulary and, behind it,
+    in ``further``; -1 for what the draft cannot say there) with probabilities
+    [N, top], in_output [N].
     """
 
     tokens: Tensor
     lower: Tensor | None
     features: Tensor | None
+    further: Tensor
     place: Tensor
     row: Tensor
     labels: Tensor
     probabilities: Tensor
     in_output: Tensor
+    # [B, E]: where in its sequence a further token stands first, beyond the end where it does not.
+    since: Tensor
+
+    def logits(self, states: Tensor, chosen: Tensor, head: Tensor, further: Tensor) -> Tensor:
+        """
+        Logits [n, trimmed V + E] of states [B, T, H] at the ``chosen`` of N positions.
+
+        head [trimmed V, H]; further [E, H], the rows of the ``further`` tokens,
+        which count as -inf where the text did not hold them yet.
+        """
+        rows = states.flatten(0, 1)[self.place[chosen]]
+        more = F.linear(rows, further).masked_fill(~self.held(chosen), -torch.inf)
+        return torch.cat([F.linear(rows, head), more], dim=1)
+
+    def held(self, chosen: Tensor) -> Tensor:
+        """Which ``further`` tokens stood in the text at each of the ``chosen``: [n, E]."""
+        owner = self.place[chosen] // self.tokens.shape[1]
+        return self.since[owner] <= self.row[chosen][:, None]
 
 
 class Lessons:
@@ -131,6 +162,7 @@ class Lessons:
         self.lessons = list(lessons)
         self.shape = shape
         self._embedding = target.embedding if shape.depth == 0 else None
+        self._trimmed = len(vocabulary)
         self._index = torch.full((target.config.vocab_size,), -1)
         self._index[torch.tensor(vocabulary)] = torch.arange(len(vocabulary))
 
@@ -149,7 +181,16 @@ class Lessons:
             row.append(positions)
             place.append(positions + index * longest)
             in_output.append(positions >= lesson.first - 1)
-        labels = self._index[torch.cat([lesson.top_ids[:-1] for lesson in chosen]).long()]
+        further, since = self._further(chosen)
+        index = self._index.clone()
+        index[further] = torch.arange(len(further)) + self._trimmed
+        labels = index[torch.cat([lesson.top_ids[:-1] for lesson in chosen]).long()]
+        owner = torch.cat([torch.full((len(lesson) - 1,), index)
+                           for index, lesson in enumerate(chosen)])
+        if len(further):
+            seen = since[owner[:, None], (labels - self._trimmed).clamp(min=0)]
+            unsaid = (labels >= self._trimmed) & (seen > torch.cat(row)[:, None])
+            labels = labels.masked_fill(unsaid, -1)
         logprobs = torch.cat([lesson.top_logprobs[:-1] for lesson in chosen])
         lower = features = None
         if self.shape.depth is not None:
@@ -162,9 +203,22 @@ class Lessons:
             tokens[index, :len(lesson)] = lesson.tokens
         return Batch(
             tokens=tokens.to(device), lower=lower, features=features,
+            further=further.to(device), since=since.to(device),
             place=torch.cat(place).to(device), row=torch.cat(row).to(device),
             labels=labels.to(device), probabilities=logprobs.float().exp().to(device),
             in_output=torch.cat(in_output).to(device))
+
+    def _further(self, chosen: Sequence[Lesson]) -> tuple[Tensor, Tensor]:
+        """Tokens [E] that these texts add to the vocabulary, and where each has them first."""
+        texts = [lesson.tokens.long() for lesson in chosen]
+        further = torch.cat(texts).unique()
+        further = further[self._index[further] < 0]
+        since = torch.full((len(texts), len(further)), max(map(len, texts)))
+        for row, tokens in zip(since, texts):
+            stands = tokens == further[:, None]
+            there = stands.any(1)
+            row[there] = stands.int().argmax(1)[there]
+        return further, since
 
     def orders(self, batch: int, generator: torch.Generator) -> list[list[int]]:
         """Row groups of one epoch: shuffled, sequences of like length together."""

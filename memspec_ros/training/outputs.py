@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import hashlib
 import json
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -38,27 +38,41 @@ class PromptFileError(MemSpecError):
     """A line of a prompt file is not what it should be."""
 
 
+def read_lines(path: Path) -> list[str]:
+    """Lines of a text file; raises PromptFileError."""
+    try:
+        # Not splitlines: it also breaks at signs that may stand within a JSON string.
+        return path.read_text(encoding='utf-8').split('\n')
+    except (OSError, UnicodeDecodeError) as error:
+        raise PromptFileError(f'{path}: {getattr(error, "strerror", None) or error}') from error
+
+
+def read_fields(path: Path, name: str) -> Iterator[tuple[int, Any, Any]]:
+    """
+    Yield (line number, field ``name``, field ``domain``) from a JSON-lines file.
+
+    Raises PromptFileError naming the line.
+    """
+    for number, line in enumerate(read_lines(path), 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+            value, domain = record[name], record['domain']
+        except (ValueError, KeyError, TypeError) as error:
+            raise PromptFileError(
+                f'{path}, line {number}: expected a JSON object with "{name}" and '
+                f'"domain" ({type(error).__name__}: {error})') from error
+        yield number, value, domain
+
+
 def read_prompts(path: Path) -> Iterator[tuple[str, str]]:
     """
     Yield (domain, prompt) from a JSON-lines file with fields ``prompt`` and ``domain``.
 
     Raises PromptFileError naming the line.
     """
-    try:
-        # Not splitlines: it also breaks at signs that may stand within a JSON string.
-        lines = path.read_text(encoding='utf-8').split('\n')
-    except (OSError, UnicodeDecodeError) as error:
-        raise PromptFileError(f'{path}: {getattr(error, "strerror", None) or error}') from error
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-            prompt, domain = record['prompt'], record['domain']
-        except (ValueError, KeyError, TypeError) as error:
-            raise PromptFileError(
-                f'{path}, line {number}: expected a JSON object with "prompt" and '
-                f'"domain" ({type(error).__name__}: {error})') from error
+    for number, prompt, domain in read_fields(path, 'prompt'):
         if not (isinstance(prompt, str) and isinstance(domain, str)):
             raise PromptFileError(
                 f'{path}, line {number}: "prompt" and "domain" must be strings')

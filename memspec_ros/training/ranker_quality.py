@@ -73,18 +73,20 @@ def domain_scores(examples: Examples) -> tuple[Tensor, dict[str, Tensor]]:
     return scores, means
 
 
-def evaluate(heads: Mapping[str, RankingHead], examples: Mapping[str, Examples]
-             ) -> dict[str, Any]:
+def evaluate(heads: Mapping[str, RankingHead], examples: Mapping[str, Examples],
+             scored: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
     """
     Figures of every head, by its name, and of what they are compared with.
 
-    ``examples``: by the heads' kinds. Raises InvalidRequestError where a head
-    was trained on one of their prompts.
+    ``examples``: by the heads' kinds. ``scored``: scores [B, D] of rankers that
+    were asked elsewhere. Raises InvalidRequestError where a head was trained on
+    one of their prompts.
     """
     any_examples = next(iter(examples.values()))
     utilities, rows = any_examples.utilities, _domain_rows(any_examples)
     ceiling, means = domain_scores(any_examples)
-    scores = {'ceiling': ceiling, 'static': utilities.mean(0).expand_as(utilities)}
+    scores = {'ceiling': ceiling, 'static': utilities.mean(0).expand_as(utilities),
+              **(scored or {})}
     for name, head in heads.items():
         check_unseen(name, head, any_examples)
         own = examples[head.kind]
@@ -92,7 +94,7 @@ def evaluate(heads: Mapping[str, RankingHead], examples: Mapping[str, Examples]
             scores[name] = torch.cat([scores_of(head, own, block)
                                       for block in torch.arange(len(own)).split(_ROWS)])
     result: dict[str, Any] = {name: quality(scores[name], utilities)
-                              for name in (*heads, 'ceiling', 'static')}
+                              for name in (*heads, *(scored or {}), 'ceiling', 'static')}
     if heads:
         prior = next(iter(heads.values())).prior
         result['prior'] = quality(prior.expand_as(utilities), utilities)

@@ -141,13 +141,15 @@ class Student(torch.nn.Module):
             x = run_layer_uncached(self.config, layer, x, rope, mask)
         return [F.rms_norm(x, x.shape[-1:], self.norm, self.config.norm_eps)]
 
-    def logits(self, states: Tensor) -> Tensor:
-        """Normed last states [N, H] -> logits [N, trimmed V]."""
-        return F.linear(states, self.embedding[self.vocabulary])
+    def logits(self, states: Tensor, batch: Batch, chosen: Tensor) -> Tensor:
+        """Logits of normed states [B, T, H], as Batch.logits has them."""
+        return batch.logits(states, chosen, self.embedding[self.vocabulary],
+                            self.embedding[batch.further])
 
-    def training_logits(self, states: Tensor, generator: torch.Generator) -> Tensor:
+    def training_logits(self, states: Tensor, batch: Batch, chosen: Tensor,
+                        generator: torch.Generator) -> Tensor:
         """
-        Logits [N, trimmed V + NEGATIVES or fewer], the last of them those of tokens drawn.
+        Those of ``logits``, and behind them those of NEGATIVES or fewer tokens drawn.
 
         ``generator`` draws them, on the CPU: the same ones on every device. Where
         there are no more others than that, all of them are taken.
@@ -157,10 +159,13 @@ class Student(torch.nn.Module):
             drawn = torch.randperm(len(others), generator=generator)[:NEGATIVES]
             others = others[drawn.to(others.device)]
             correction = math.log(len(self.others) / NEGATIVES)
-        rows = self.embedding[torch.cat([self.vocabulary, others])]
-        logits = F.linear(states, rows).float()
-        logits[:, len(self.vocabulary):] += correction
-        return logits
+        known = self.logits(states, batch, chosen).float()
+        rows = states.flatten(0, 1)[batch.place[chosen]]
+        drawn = F.linear(rows, self.embedding[others]).float() + correction
+        # One that the text holds counts once, as itself.
+        twice, place = torch.where(others[:, None] == batch.further)
+        drawn[:, twice] = drawn[:, twice].masked_fill(batch.held(chosen)[:, place], -torch.inf)
+        return torch.cat([known, drawn], dim=1)
 
     def weights(self) -> list[LayerWeights]:
         """The layers."""

@@ -35,6 +35,8 @@ class Top(torch.nn.Module):
         super().__init__()
         self.register_buffer('head', target.head[torch.tensor(vocabulary)].to(torch.bfloat16),
                              persistent=False)
+        # Not a copy: the text's own tokens are looked up there.
+        self.register_buffer('whole_head', target.head, persistent=False)
         self.config = target.config
         self.shape = shape
         self.rope = target.rope
@@ -60,13 +62,15 @@ class Top(torch.nn.Module):
             x = run_layer_uncached(self.config, layer, x, rope, mask)
         return [self.normed(x)]
 
-    def logits(self, states: Tensor) -> Tensor:
-        """Normed top states [N, H] -> logits [N, trimmed V]."""
-        return F.linear(states, self.head)
+    def logits(self, states: Tensor, batch: Batch, chosen: Tensor) -> Tensor:
+        """Logits of normed states [B, T, H], as Batch.logits has them."""
+        further = self.whole_head[batch.further].to(self.head.dtype)
+        return batch.logits(states, chosen, self.head, further)
 
-    def training_logits(self, states: Tensor, generator: torch.Generator) -> Tensor:
-        """Logits as training scores them, which may have further columns; see Student."""
-        return self.logits(states)
+    def training_logits(self, states: Tensor, batch: Batch, chosen: Tensor,
+                        generator: torch.Generator) -> Tensor:
+        """Logits as training scores them, which may have more columns; see Student."""
+        return self.logits(states, batch, chosen)
 
     def normed(self, x: Tensor) -> Tensor:
         """What the head reads."""

@@ -101,8 +101,7 @@ class TraceStore:
                 raise TraceError(f'{path}: these traces were made with another '
                                  f'{", ".join(changed)}; choose another directory')
             return
-        text = json.dumps(asdict(header), indent=1) + '\n'
-        self._write(path, lambda file: file.write(text.encode()))
+        self.write_json(HEADER_NAME, asdict(header))
 
     def header(self) -> TraceHeader:
         path = self.directory / HEADER_NAME
@@ -153,6 +152,11 @@ class TraceStore:
     def __iter__(self) -> Iterator[Trace]:
         for key in sorted(self.keys()):
             yield self.read(key)
+
+    def write_json(self, name: str, content: object) -> None:
+        """Write a file beside the traces, in one piece; raises TraceError."""
+        text = json.dumps(content, indent=1) + '\n'
+        self._write(self.directory / name, lambda file: file.write(text.encode()))
 
     def _write(self, path: Path, write: Callable[[BinaryIO], object]) -> None:
         """Write a file that gets its name when it is whole, and is gone where it is not."""

@@ -112,14 +112,15 @@ class Tracer:
                               self.stop_ids)
 
     @torch.inference_mode()
-    def run(self, prompt: list[int], output: list[int]) -> TargetRun:
+    def run(self, prompt: list[int], output: list[int], given: bool = False) -> TargetRun:
         """
         Pass the target over a prompt and the greedy output that it is said to have.
 
         A batch's padding and another type change last bits, and where two
         tokens are next to equal the argmax with them. So ``output`` is taken as
         far as it is what this pass says too; the rest is decoded from there,
-        row by row, up to a stop token or the limit.
+        row by row, up to a stop token or the limit. ``given``: it is taken as it
+        is, for what decoding wrote whose kernels' last bits are others.
         """
         state, limit = self._state, self.header.max_new_tokens
         state.hold(0)
@@ -128,6 +129,13 @@ class Tracer:
             state.hold(len(prompt) - 1)
         output = output[:limit]
         choices = self.target.forward(state, [prompt[-1], *output]).argmax(-1).tolist()
+        tokens = [*prompt, *(output if given else self._checked(prompt, output, choices))]
+        return TargetRun(tokens, {depth: hidden[:len(tokens)].clone()
+                                  for depth, hidden in state.hidden.items()})
+
+    def _checked(self, prompt: list[int], output: list[int], choices: list[int]) -> list[int]:
+        """``output`` as far as it is what the target chooses, and from there what it decodes."""
+        state = self._state
         checked: list[int] = []
         while (len(checked) < len(output) and output[len(checked)] == choices[len(checked)]
                and not self._ended(checked)):
@@ -138,18 +146,16 @@ class Tracer:
             checked.append(choice)
             choice = int(self.target.forward(state, [choice])[-1].argmax())
             state.hold(len(prompt) + len(checked))
-        tokens = [*prompt, *checked]
-        return TargetRun(tokens, {depth: hidden[:len(tokens)].clone()
-                                  for depth, hidden in state.hidden.items()})
+        return checked
 
     def _ended(self, output: list[int]) -> bool:
         return bool(output) and (output[-1] in self.stop_ids
                                  or len(output) >= self.header.max_new_tokens)
 
     @torch.inference_mode()
-    def trace(self, prompt: TracePrompt, output: list[int]) -> Trace:
-        """The trace of a prompt; ``output`` as in ``run``."""
-        run, first = self.run(prompt.ids, output), len(prompt.ids)
+    def trace(self, prompt: TracePrompt, output: list[int], given: bool = False) -> Trace:
+        """The trace of a prompt; ``output`` and ``given`` as in ``run``."""
+        run, first = self.run(prompt.ids, output, given), len(prompt.ids)
         ranks = [kind.rollout_ranks(tensors, run, first, self.header.gamma, RANKS).cpu()
                  for kind, tensors in self._drafts]
         shape = (len(run.tokens) - first, self.header.gamma)

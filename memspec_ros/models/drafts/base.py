@@ -39,7 +39,8 @@ class Drafter(ABC):
         """
         Propose at most ``gamma`` tokens to follow ``state.tokens``.
 
-        May propose fewer, or none where it lags too far behind. Leaves the
+        Each is what ``state.choose`` makes of the draft's logits, if it has any. May
+        propose fewer, or none where it lags too far behind. Leaves the
         committed part of ``state`` as it was.
         """
 
@@ -49,6 +50,10 @@ class Drafter(ABC):
 
         A long match says that what followed it then is likely to follow now.
         """
+        return 0
+
+    def step_bytes(self, state: DecodeState) -> int:
+        """Bytes that drafting a token on ``state`` reads; 0 for what has no weights."""
         return 0
 
     def update(self, state: DecodeState, accepted: int) -> None:
@@ -125,7 +130,7 @@ def token_ranks(logits: Tensor, wanted: Sequence[int], top: int) -> Tensor:
     (-1, say) is none the draft can propose: 0.
     """
     size = logits.shape[1]
-    tokens = torch.tensor(wanted, device=logits.device)
+    tokens = torch.tensor(wanted, dtype=torch.long, device=logits.device)
     places = tokens.clamp(0, size - 1)[:, None]
     scores = logits.gather(1, places)
     before = torch.arange(size, device=logits.device) < places

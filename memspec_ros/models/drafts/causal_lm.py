@@ -11,12 +11,13 @@ from torch import Tensor
 from ..state import DecodeState, Proposal, TargetRun
 from ..tokenizer import check_same_vocabulary, read_vocabulary
 from ..transformers_lm import build_skeleton, TransformersLM
+from ..tree import choose_branches
 from .base import Drafter, DraftKind, rank_windows, token_ranks
 
 
 class CausalLMDrafter(Drafter):
     """
-    Feeds itself ``tokens[cached:]``, greedily.
+    Feeds itself ``tokens[cached:]``.
 
     Its cache covers committed tokens only: drafted positions are rolled back
     after each proposal and those accepted are kept by ``update``.
@@ -43,15 +44,21 @@ class CausalLMDrafter(Drafter):
         gamma = min(gamma, self.lm.cache.capacity - len(state.tokens))
         if gamma <= 0 or self.lag(state):
             return Proposal([])
-        feed, tokens = state.tokens[self.cached:], []
+        feed, tokens, choices, views = state.tokens[self.cached:], [], [], []
         while len(tokens) < gamma:
-            row = self._feed(feed)[-1]
             # Rows of a padded vocabulary beyond the real ids are no tokens.
-            token = int(row[:self.vocab_size].argmax())
-            tokens.append(token)
-            feed = [token]
+            views.append(self._feed(feed)[-1][:self.vocab_size])
+            choice = state.choose(views[-1], tokens, None)
+            if choice is None:
+                break
+            choices.append(choice)
+            tokens.append(choice[0])
+            feed = tokens[-1:]
         self._drafted = len(tokens)
-        return Proposal(tokens)
+        return Proposal.of(choices, choose_branches(views, tokens, None, state.branching))
+
+    def step_bytes(self, state: DecodeState) -> int:
+        return self.lm.step_bytes(len(state.tokens))
 
     def update(self, state: DecodeState, accepted: int) -> None:
         # Fed were the last committed token and all drafted ones but the last.

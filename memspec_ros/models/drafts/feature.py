@@ -31,7 +31,7 @@ from ..llama import (
 )
 from ..packing import linear, pack
 from ..state import DecodeState, TargetRun
-from .base import Drafter, token_ranks
+from .base import Drafter
 from .shared_layers import SharedLayersDrafter, SharedLayersKind
 
 
@@ -110,6 +110,11 @@ class FeatureDrafter(SharedLayersDrafter):
         self.mixer = mixer
         self.feature_depths = feature_depths
 
+    def step_bytes(self, state: DecodeState) -> int:
+        # Drafting on, its own output stands in for the last feature, and needs that block alone.
+        return (super().step_bytes(state) + self.mixer.carry.nbytes
+                + self.mixer.blocks[-1].nbytes)
+
     def _drafted(self, state: DecodeState, token: int, position: int,
                  before: Tensor | None) -> Tensor:
         if self.depth:
@@ -166,7 +171,7 @@ class FeatureKind(SharedLayersKind):
     def attach(self, tensors: Mapping[str, Tensor]) -> Drafter:
         width, count = self.target.model.config.hidden_size, len(self.feature_depths)
         mixer = Mixer(
-            scales=self._tensor(tensors, 'mixer.scales', (count, width)),
+            scales=self._tensor(tensors, 'mixer.scales', (count, width)).clone(),
             blocks=[pack(self._tensor(tensors, f'mixer.{index}', (width, width)))
                     for index in range(count)],
             carry=self._tensor(tensors, 'mixer.carry', (width,)))
@@ -182,11 +187,10 @@ class FeatureKind(SharedLayersKind):
         features = torch.stack([run.hidden[depth] for depth in self.feature_depths], dim=1)
         outputs = unroll(model.config, drafter.layers, drafter.mixer, lower[None], features[None],
                          model.rope.at(0, count), gamma)
-        wanted = self.head_places(run.tokens[first:])
         ranks = torch.zeros(count - first, gamma, dtype=torch.uint8)
         for step, output in enumerate(outputs):
             # Row first + t + step - 1 of this step says which token follows it.
-            logits = drafter.logits(output[0, first + step - 1:count - 1])
-            found = token_ranks(logits, wanted[step:], top)
+            found = self.ranks(drafter, output[0, first + step - 1:count - 1], run.tokens,
+                               first + step, top)
             ranks[:len(found), step] = found
         return ranks

@@ -3,9 +3,9 @@
 Shared-layer draft: the target's embedding and lower layers, a small top of its own.
 
 Extra memory is the top alone (a few percent of the target). The head covers a
-trimmed vocabulary, is sliced from the target's own and shared by all drafts of
-the bundle. Source: "Speculative Decoding Under Memory Constraints" (2026) for
-the idea; the figures are ours.
+trimmed vocabulary and the tokens of the text at hand, is made of rows of the
+target's own and shared by all drafts of the bundle. Source: "Speculative
+Decoding Under Memory Constraints" (2026) for the idea; the figures are ours.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from ..llama import layer_shapes, LayerWeights, LlamaConfig, run_layers
 from ..packing import linear
 from ..state import DecodeState, KVCache, Proposal, TargetRun
 from ..target import LlamaTarget
+from ..tree import choose_branches
 from .base import Drafter, DraftKind, rank_windows, token_ranks
+from .vocabulary import TextVocabulary
 
 
 class SharedLayersDrafter(Drafter):
@@ -36,14 +38,14 @@ class SharedLayersDrafter(Drafter):
     rows_with_proposal = 16
 
     def __init__(self, target: LlamaTarget, depth: int, layers: list[LayerWeights], norm: Tensor,
-                 head: Tensor, head_ids: list[int], capacity: int):
+                 head: Tensor, vocabulary: TextVocabulary, capacity: int):
         super().__init__()
         self.target = target
         self.depth = depth
         self.layers = layers
         self.norm = norm
         self.head = head
-        self.head_ids = head_ids
+        self.vocabulary = vocabulary
         config = target.model.config
         self.kv = KVCache(len(layers), config.kv_heads, capacity, config.head_dim,
                           target.model.attention_dtype, target.device)
@@ -63,33 +65,50 @@ class SharedLayersDrafter(Drafter):
         if self.lag(state) > self.rows_with_proposal:
             return Proposal([])
         position = state.held
-        token, tokens, top = state.tokens[-1], [], None
+        self.vocabulary.follow(state.tokens)
+        further = self.further_rows()
+        tokens, choices, views, top = [], [], [], None
         for step in range(min(gamma, self.kv.capacity - position)):
-            x = self._drafted(state, token, position + step, top)
+            x = self._drafted(state, (tokens or state.tokens)[-1], position + step, top)
             if step == 0 and self.cached < position:
                 x = torch.cat([self._committed(state, position), x], dim=1)
             top = self._run_top(x, position + step + 1 - x.shape[1])[:, -1:]
             self.cached = position
-            token = self.head_ids[int(self.logits(top[0, -1]).argmax())]
-            tokens.append(token)
+            views.append(self.logits(top[0, -1], further))
+            choice = state.choose(views[-1], tokens, self.vocabulary.ids)
+            if choice is None:
+                break
+            choices.append(choice)
+            tokens.append(choice[0])
         for group in state.kv.groups_below(self.depth):
             state.kv.set_length(position, group)
-        return Proposal(tokens)
+        return Proposal.of(choices, choose_branches(views, tokens, self.vocabulary.ids,
+                                                    state.branching))
+
+    def step_bytes(self, state: DecodeState) -> int:
+        return (self.target.lower_bytes(state, self.depth)
+                + sum(layer.bytes for layer in self.layers) + self.norm.nbytes + self.head.nbytes
+                + self.kv.position_bytes * state.held)
 
     @torch.inference_mode()
-    def score(self, inputs: Tensor, first: int) -> Tensor:
+    def outputs(self, inputs: Tensor) -> Tensor:
         """
-        Logits [N - first + 1, trimmed V] of the tokens that follow ``first`` or more positions.
+        The top's outputs [N, H] for its inputs [N, H] at all positions.
 
-        inputs [N, H]: those of the top at all positions. What is cached is
-        overwritten: for a drafter that does not decode.
+        What is cached is overwritten: for a drafter that does not decode.
         """
-        return self.logits(self._run_top(inputs[None], 0)[0, first - 1:])
+        return self._run_top(inputs[None], 0)[0]
 
-    def logits(self, top: Tensor) -> Tensor:
-        """The top's output [..., H], before its norm -> logits [..., trimmed V]."""
+    def further_rows(self) -> Tensor | None:
+        """Rows of the target's head for what the text adds to the vocabulary, None for nothing."""
+        ids = list(self.vocabulary.further)
+        return self.target.model.head[ids] if ids else None
+
+    def logits(self, top: Tensor, further: Tensor | None = None) -> Tensor:
+        """The top's output [..., H], before its norm -> logits [..., trimmed V and further]."""
         normed = F.rms_norm(top, top.shape[-1:], self.norm, self.target.model.config.norm_eps)
-        return linear(normed, self.head)
+        logits = linear(normed, self.head)
+        return logits if further is None else torch.cat([logits, linear(normed, further)], -1)
 
     def _drafted(self, state: DecodeState, token: int, position: int,
                  before: Tensor | None) -> Tensor:
@@ -135,7 +154,9 @@ class SharedLayersKind(DraftKind):
         if head_ids is None:
             raise BundleError(
                 f'draft {spec.id!r}: {spec.kind} needs "shared_head" in bundle.yaml')
-        self.head_ids = head_ids
+        self._head_ids = torch.tensor(head_ids, device=target.device)
+        self._head_places = {token: place
+                             for place, token in reversed(list(enumerate(head_ids)))}
         self.head = bundle.shared_head_of(target)
 
     def attach(self, tensors: Mapping[str, Tensor]) -> Drafter:
@@ -145,7 +166,7 @@ class SharedLayersKind(DraftKind):
         """Arguments of the drafter."""
         layers = [layer.packed() for layer in self.own(tensors)]
         return (self.target, self.depth, layers, self.own_norm(tensors), self.head,
-                self.head_ids, self.capacity)
+                TextVocabulary(self._head_ids, self._head_places), self.capacity)
 
     def own(self, tensors: Mapping[str, Tensor]) -> list[LayerWeights]:
         """The checked own layers, not packed."""
@@ -161,14 +182,32 @@ class SharedLayersKind(DraftKind):
         # Drafted tokens pass through the shared layers as committed ones do: what the draft
         # says after true tokens does not depend on which of them were drafted.
         drafter = self.attach(tensors)
-        logits = drafter.score(run.hidden[self.depth][:len(run.tokens) - 1], first)
-        wanted = self.head_places(run.tokens[first:])
-        return rank_windows(token_ranks(logits, wanted, top), gamma)
+        outputs = drafter.outputs(run.hidden[self.depth][:len(run.tokens) - 1])
+        ranks = self.ranks(drafter, outputs[first - 1:], run.tokens, first, top)
+        return rank_windows(ranks, gamma)
 
-    def head_places(self, tokens: Sequence[int]) -> list[int]:
-        """Rows of the shared head for ``tokens``, -1 where it has none."""
-        places = {token: place for place, token in reversed(list(enumerate(self.head_ids)))}
-        return [places.get(token, -1) for token in tokens]
+    def ranks(self, drafter: SharedLayersDrafter, outputs: Tensor, tokens: Sequence[int],
+              first: int, top: int) -> Tensor:
+        """
+        Rank of every token from ``first`` on: uint8 [len(tokens) - first].
+
+        outputs [len(tokens) - first, H]: the top's, of the position before each.
+        A token that neither the trimmed vocabulary nor the text before holds cannot
+        be drafted, hence never ends up between where drafting began and where it
+        is judged: the text before the judged token stands for that before the draft.
+        """
+        drafter.vocabulary.follow(tokens)
+        logits = drafter.logits(outputs, drafter.further_rows())
+        trimmed = len(self._head_ids)
+        since = drafter.vocabulary.further
+        known = {token: trimmed + index for index, token in enumerate(since)}
+        places = torch.arange(len(outputs), device=logits.device)[:, None] + first
+        later = torch.tensor(list(since.values()), device=logits.device) >= places
+        logits[:, trimmed:] = logits[:, trimmed:].masked_fill(later, -torch.inf)
+        wanted = [self._head_places.get(token, known[token] if since.get(token, place) < place
+                                        else -1)
+                  for place, token in enumerate(tokens[first:], first)]
+        return token_ranks(logits, wanted, top)
 
     def _layer(self, tensors, index: int, config: LlamaConfig) -> LayerWeights:
         shapes = layer_shapes(config)
@@ -184,7 +223,9 @@ class SharedLayersKind(DraftKind):
         if tuple(tensor.shape) != shape:
             raise BundleError(f'draft {self.id!r}: tensor {name} is {tuple(tensor.shape)}, '
                               f'this target needs {shape}: it was made for another one')
-        return tensor.to(device=self.target.device, dtype=self.target.dtype)
+        # A vector left in the file's buffer would keep all of it beside the packed matrices.
+        return tensor.to(device=self.target.device, dtype=self.target.dtype,
+                         copy=len(shape) == 1)
 
 
 def _count(spec, name: str, most: int, least: int = 1) -> int:
