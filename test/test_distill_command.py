@@ -12,6 +12,7 @@ from memspec_ros.cli import main
 from memspec_ros.models.bundle import load_bundle
 from memspec_ros.runtime.requests import GenerationRequest
 from memspec_ros.runtime.runtime import Runtime, RuntimeOptions
+from memspec_ros.training.outputs import OutputStore
 
 
 @pytest.fixture
@@ -250,3 +251,36 @@ def test_a_curve_says_what_more_data_brings(full_bundle, tmp_path, prompts, caps
     # What a curve needs is said before anything is made.
     assert run(full_bundle, work, train, held_out, *shape, '--curve', 'cod') != 0
     assert '--curve cod' in capsys.readouterr().err
+
+
+def test_the_target_writes_prompts_itself(full_bundle, tmp_path, capsys):
+    def distill(count):
+        return main(['distill', '--bundle', str(full_bundle), '--work', str(work),
+                     '--own-prompts', str(count), '--output-tokens', '8', '--vocabulary', '40',
+                     '--epochs', '1', '--domain-epochs', '1', '--threads', '1', '--device', 'cpu'])
+
+    work = tmp_path / 'work'
+    assert distill(5) == 0
+    path = work / 'own_prompts.jsonl'
+    written = path.read_text()
+    assert [json.loads(line)['domain'] for line in written.splitlines()] == ['general'] * 5
+    assert {record.domain for record in OutputStore(work / 'outputs.jsonl')} == {'general'}
+    assert [spec.id for spec in load_bundle(work).drafts] == ['general', 'lookup']
+    # Cut short, as by an interruption: what was there stays, the rest comes on top.
+    path.write_text(written[:-3])
+    assert distill(7) == 0
+    lines = path.read_text().splitlines(True)
+    assert len(lines) == 7 and ''.join(lines[:4]) == ''.join(written.splitlines(True)[:4])
+
+
+def test_a_target_that_never_ends_writes_no_prompts(full_bundle, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr('memspec_ros.training.own_prompts.generate_batch',
+                        lambda target, prompts, limit, *_: [[5] * limit for _ in prompts])
+    assert main(['distill', '--bundle', str(full_bundle), '--work', str(tmp_path / 'work'),
+                 '--own-prompts', '3', '--threads', '1']) == 1
+    assert 'give some with --prompts' in capsys.readouterr().err
+
+
+def test_nothing_to_learn_from_is_said(full_bundle, tmp_path, capsys):
+    assert main(['distill', '--bundle', str(full_bundle), '--work', str(tmp_path / 'work')]) == 1
+    assert '--own-prompts COUNT' in capsys.readouterr().err

@@ -25,7 +25,7 @@ def register(commands) -> None:
                     'what an interrupted run has made is not made again.')
     parser.add_argument('--bundle', default='', metavar='DIR',
                         help='whose target to distil (default: the installed bundle)')
-    parser.add_argument('--prompts', action='append', default=[], metavar='FILE', required=True,
+    parser.add_argument('--prompts', action='append', default=[], metavar='FILE',
                         help='JSON lines with "prompt" and "domain" (may be given several times)')
     parser.add_argument('--eval-prompts', action='append', default=[], metavar='FILE',
                         help='held-out prompts for the acceptance figures')
@@ -47,9 +47,12 @@ def register(commands) -> None:
     data.add_argument('--tokens-per-domain', type=int, default=0, metavar='TOKENS',
                       help='output tokens each draft learns from, beside those of the base '
                            '(default: 0, all)')
+    data.add_argument('--own-prompts', type=int, default=0, metavar='COUNT',
+                      help='have the target write so many prompts itself, as users of its chat '
+                           'template, for the general domain')
     data.add_argument('--samples', type=int, default=1, metavar='COUNT',
-                      help='outputs a prompt of the general domain: the first is greedy, further '
-                           'ones are sampled (default: %(default)s)')
+                      help='outputs a prompt: the first is greedy, further ones are sampled '
+                           '(default: %(default)s)')
     data.add_argument('--temperature', type=float, default=0.7,
                       help='of sampled outputs (default: %(default)s)')
     data.add_argument('--reuse-only', action='store_true',
@@ -126,13 +129,16 @@ def _say(line: str) -> None:
 
 def _check(arguments: argparse.Namespace) -> None:
     least = {'vocabulary': 2, 'output_tokens': 1, 'prompt_tokens': 2, 'batch': 1, 'samples': 1,
-             'checkpoint_steps': 1, 'ahead': 1, 'prompts_per_domain': 0, 'tokens_per_domain': 0,
-             'eval_per_domain': 1, 'layers': 1, 'width': 8}
+             'own_prompts': 0, 'checkpoint_steps': 1, 'ahead': 1, 'prompts_per_domain': 0,
+             'tokens_per_domain': 0, 'eval_per_domain': 1, 'layers': 1, 'width': 8}
     for name, value in least.items():
         if getattr(arguments, name) < value:
             raise InvalidRequestError(
                 f'--{name.replace("_", "-")} is {getattr(arguments, name)}, expected {value} '
                 'or more')
+    if not (arguments.prompts or arguments.own_prompts or arguments.outputs):
+        raise InvalidRequestError('nothing to learn from: give --prompts FILE, '
+                                  '--own-prompts COUNT or --outputs FILE')
     if arguments.curve and not arguments.eval_prompts:
         raise InvalidRequestError('--curve needs --eval-prompts: it shows figures on held-out '
                                   'outputs')

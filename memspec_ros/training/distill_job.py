@@ -30,6 +30,7 @@ from .bundle_writer import draft_entry, lookup_acceptance, write_bundle
 from .distill import agreement, Distillation, DistillOptions, load_training, save_training
 from .lessons import choose_vocabulary, coverage, Lessons, TopShape
 from .outputs import content_key, fill_store, OutputRecord, OutputStore, read_prompts
+from .own_prompts import write_prompts
 from .student import StudentShape
 from .teacher import fingerprint, positions_per_second, TeacherStore, write_whole
 from .tops import read_draft, save_draft
@@ -46,9 +47,10 @@ class JobOptions:
     """
     What is to be made, of what and how; see ``memspec distill --help``.
 
-    outputs: stores made before, used whole. samples: outputs a prompt of the
-    domain ``general``, sampled from the second on. epochs: of the base;
-    domain_epochs: of what continues from it. Counts of 0 mean all.
+    outputs: stores made before, used whole. own_prompts: prompts of the domain
+    ``general`` that the target writes itself. samples: outputs a prompt, sampled
+    from the second on. epochs: of the base; domain_epochs: of what continues
+    from it. Counts of 0 mean all.
     """
 
     work: str
@@ -57,6 +59,7 @@ class JobOptions:
     resume: bool = False
     reuse_only: bool = False
     tokens_per_domain: int = 0
+    own_prompts: int = 0
     samples: int = 1
     temperature: float = 0.7
     prompt_tokens: int = 256
@@ -91,9 +94,8 @@ class DistillJob:
         directory = locate_target(self.bundle)
         config = LlamaConfig.from_hf(read_config(directory))
         self.shape = shape_of(config)
-        tokenizer = Tokenizer(self.bundle.tokenizer_path)
-        self._stop_ids = stop_ids_of(directory, tokenizer)
-        self._encode = lambda text: tokenizer.encode_chat([{'role': 'user', 'content': text}])
+        self._tokenizer = Tokenizer(self.bundle.tokenizer_path)
+        self._stop_ids = stop_ids_of(directory, self._tokenizer)
         device = choose_device(options.device)
         context = options.prompt_tokens + options.output_tokens + 1
         with open_weights(directory) as weights:
@@ -121,12 +123,35 @@ class DistillJob:
 
         What is missing is generated, unless only what is there is to be used.
         """
+        if self.options.own_prompts and not self.options.reuse_only:
+            files = [*files, str(self._own_prompts(self.options.own_prompts))]
         records = self._outputs(files, 'outputs.jsonl', per_domain, self.options.samples,
                                 generate=not self.options.reuse_only, whole_stores=True)
         if not records:
             raise InvalidRequestError('no prompt is left to learn from: none was given, or all '
                                       f'have more than {self.options.prompt_tokens} tokens')
         return records
+
+    def _own_prompts(self, count: int) -> Path:
+        """The file of prompts that the target has written, with ``count`` of them at least."""
+        path = self.work / 'own_prompts.jsonl'
+        lines = path.read_text(encoding='utf-8').splitlines(True) if path.exists() else []
+        # A line that an interruption cut short is written again, with the batch it was of.
+        known = [json.loads(line) for line in lines if line.endswith('\n')]
+        if len(known) >= count:
+            return path
+        with path.open('w', encoding='utf-8') as file:
+            file.writelines(json.dumps(record) + '\n' for record in known)
+        batch = known[-1]['batch'] + 1 if known else 0
+        with self._progress(f'writing prompts into {path}', count, len(known)) as advance:
+            for prompts in write_prompts(
+                    self.target, self._tokenizer, self._stop_ids, count - len(known),
+                    self.options.seed, batch, lambda made: advance(len(known) + made, count)):
+                with path.open('a', encoding='utf-8') as file:
+                    file.writelines(json.dumps({'domain': 'general', 'prompt': prompt,
+                                                'batch': batch}) + '\n' for prompt in prompts)
+                batch += 1
+        return path
 
     def held_out_outputs(self, files: Sequence[str], per_domain: int) -> list[OutputRecord]:
         """Records to judge by, for the prompts of ``files``."""
@@ -140,7 +165,7 @@ class DistillJob:
                  for record in OutputStore(Path(file))}
         keys = {f'{key}-{n}' if n else key: (domain, ids, n)
                 for key, (domain, ids) in self._prompts(files, per_domain).items()
-                for n in range(samples if domain == 'general' else 1)}
+                for n in range(samples)}
         missing = {key: item for key, item in keys.items() if key not in known}
         if missing and generate:
             with self._progress(f'generating into {path}', len(missing), 0) as advance:
@@ -173,6 +198,9 @@ class DistillJob:
                         wanted[content_key(ids)] = (domain, ids)
                         counts[domain] += 1
         return wanted
+
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode_chat([{'role': 'user', 'content': text}])
 
     # --- what all drafts share ---
 
