@@ -5,6 +5,7 @@ import json
 import shutil
 
 import pytest
+from safetensors import safe_open
 from safetensors.torch import load_file
 import torch
 
@@ -284,3 +285,57 @@ def test_a_target_that_never_ends_writes_no_prompts(full_bundle, tmp_path, capsy
 def test_nothing_to_learn_from_is_said(full_bundle, tmp_path, capsys):
     assert main(['distill', '--bundle', str(full_bundle), '--work', str(tmp_path / 'work')]) == 1
     assert '--own-prompts COUNT' in capsys.readouterr().err
+
+
+def test_drafts_of_a_bundle_are_continued(full_bundle, tmp_path, prompts, capsys):
+    first, held_out = tmp_path / 'first', prompts('eval.jsonl', 2)
+    assert run(full_bundle, first, prompts('train.jsonl', 6), held_out,
+               '--kind', 'feature') == 0
+    before = load_bundle(first)
+    new = tmp_path / 'new.jsonl'
+    new.write_text(''.join(json.dumps({'domain': domain, 'prompt': f'{domain} wants {i}'}) + '\n'
+                           for i in range(6) for domain in ('code', 'kitchen')))
+
+    def further(work, *more):
+        return main(['distill', '--continue', '--bundle', str(first), '--work', str(work),
+                     '--prompts', str(new), '--eval-prompts', str(held_out), '--output-tokens',
+                     '12', '--domain-epochs', '2', '--batch', '4', '--threads', '1',
+                     '--device', 'cpu', *more])
+
+    work = tmp_path / 'work'
+    assert further(work) == 0
+    after = load_bundle(work)
+    assert [spec.id for spec in after.drafts] == ['code', 'kitchen', 'general', 'lookup']
+    assert after.head_token_ids() == before.head_token_ids()
+    assert after.draft('kitchen').options == before.draft('general').options
+    assert after.draft('general') == before.draft('general')
+    general, code, kitchen = (load_file(work / f'{name}.safetensors')
+                              for name in ('general', 'code', 'kitchen'))
+    assert all(torch.equal(tensor, load_file(first / 'general.safetensors')[key])
+               for key, tensor in general.items())
+    for made, start in ((code, load_file(first / 'code.safetensors')), (kitchen, general)):
+        assert any(not torch.equal(tensor, start[key]) for key, tensor in made.items())
+    origin = safe_open(work / 'kitchen.safetensors', 'pt').metadata()['continued_from']
+    assert origin.startswith('general')
+    assert drafted_tokens(work) > 0
+    # The mean of before and after: half as far from where it began as the training went.
+    from memspec_ros.training import distill_job
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distill_job, 'mean', lambda before, after: after)
+        assert further(tmp_path / 'whole') == 0
+    whole, began = (load_file(path / 'code.safetensors') for path in (tmp_path / 'whole', first))
+    for key, tensor in code.items():
+        torch.testing.assert_close(tensor.float(), (whole[key].float() + began[key].float()) / 2,
+                                   rtol=1e-2, atol=1e-4)
+
+
+def test_without_drafts_there_is_nothing_to_continue(full_bundle, tmp_path, prompts, capsys):
+    (tmp_path / 'bare').mkdir()
+    from memspec_ros.training.bundle_writer import write_bare_bundle
+    target = load_bundle(full_bundle).target
+    write_bare_bundle(tmp_path / 'bare', {
+        'name': target.name, 'licence': target.licence, 'provenance': target.provenance,
+        'path': str((full_bundle / target.path).resolve())})
+    assert main(['distill', '--continue', '--bundle', str(tmp_path / 'bare'), '--work',
+                 str(tmp_path / 'work'), '--prompts', str(prompts('train.jsonl', 2))]) == 1
+    assert 'no draft to continue' in capsys.readouterr().err

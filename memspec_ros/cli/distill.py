@@ -37,6 +37,10 @@ def register(commands) -> None:
     parser.add_argument('--resume', action='store_true',
                         help='go on with a training that was interrupted; without it, such a '
                              'training begins anew (outputs and lessons are always kept)')
+    parser.add_argument('--continue', action='store_true', dest='further',
+                        help="go on from the bundle's own drafts, with their shape and "
+                             'vocabulary (a new domain from the general one): weights are '
+                             'averaged with what they were, drafts of other domains stay')
     parser.add_argument('--domain', action='append', default=[], metavar='NAME',
                         help='drafts to make (default: every domain there are outputs of)')
     parser.add_argument('--curve', action='append', default=[], metavar='DOMAIN',
@@ -111,14 +115,15 @@ def run(arguments: argparse.Namespace) -> int:
     used = {record.key: record for part in plan.values() for record in part}
     job.announce(used.values(), held_out, plan)
     job.think([*used.values(), *held_out])
-    start = job.base(plan.pop(BASE), held_out, vocabulary)
-    figures = {domain: job.draft(domain, part, held_out, vocabulary, start)
+    if BASE in plan:
+        job.draft(BASE, plan.pop(BASE), held_out, vocabulary, None)
+    figures = {domain: job.draft(domain, part, held_out, vocabulary, job.start_of(domain))
                for domain, part in plan.items()}
     _print_agreement(figures)
     manifest = job.write_bundle(figures, held_out)
     _say(f'\n{job.work} is a bundle now ({manifest.name} written)')
     for domain in arguments.curve:
-        points = job.curve(domain, _CURVE_SHARES, plan[domain], held_out, vocabulary, start)
+        points = job.curve(domain, _CURVE_SHARES, plan[domain], held_out, vocabulary)
         _write_curve(domain, points, job.work)
     return 0
 

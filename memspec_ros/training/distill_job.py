@@ -28,12 +28,13 @@ from ..models.weights import read_tensors
 from ..runtime.runtime import choose_device, stop_ids_of
 from .bundle_writer import draft_entry, lookup_acceptance, write_bundle
 from .distill import agreement, Distillation, DistillOptions, load_training, save_training
+from .further import carry_over, draft_to_continue, mean, shape_of_drafts
 from .lessons import choose_vocabulary, coverage, Lessons, TopShape
 from .outputs import content_key, fill_store, OutputRecord, OutputStore, read_prompts
-from .own_prompts import write_prompts
-from .student import StudentShape
+from .own_prompts import fill_prompt_file
+from .student import Student, StudentShape
 from .teacher import fingerprint, positions_per_second, TeacherStore, write_whole
-from .tops import read_draft, save_draft
+from .tops import read_draft, save_draft, Top
 
 BASE = 'base'
 _GENERATION_BATCH = 64
@@ -50,7 +51,8 @@ class JobOptions:
     outputs: stores made before, used whole. own_prompts: prompts of the domain
     ``general`` that the target writes itself. samples: outputs a prompt, sampled
     from the second on. epochs: of the base; domain_epochs: of what continues
-    from it. Counts of 0 mean all.
+    from it. Counts of 0 mean all. further: go on from the bundle's own drafts
+    instead of a base, and keep their shape and vocabulary.
     """
 
     work: str
@@ -73,6 +75,7 @@ class JobOptions:
     checkpoint_steps: int = 50
     seed: int = 0
     device: str = 'auto'
+    further: bool = False
 
 
 class DistillJob:
@@ -93,7 +96,7 @@ class DistillJob:
         self._progress, self._say = progress, say
         directory = locate_target(self.bundle)
         config = LlamaConfig.from_hf(read_config(directory))
-        self.shape = shape_of(config)
+        self.shape = shape_of_drafts(self.bundle) if options.further else shape_of(config)
         self._tokenizer = Tokenizer(self.bundle.tokenizer_path)
         self._stop_ids = stop_ids_of(directory, self._tokenizer)
         device = choose_device(options.device)
@@ -124,34 +127,16 @@ class DistillJob:
         What is missing is generated, unless only what is there is to be used.
         """
         if self.options.own_prompts and not self.options.reuse_only:
-            files = [*files, str(self._own_prompts(self.options.own_prompts))]
+            path = self.work / 'own_prompts.jsonl'
+            fill_prompt_file(path, self.options.own_prompts, self.target, self._tokenizer,
+                             self._stop_ids, self.options.seed, self._progress)
+            files = [*files, str(path)]
         records = self._outputs(files, 'outputs.jsonl', per_domain, self.options.samples,
                                 generate=not self.options.reuse_only, whole_stores=True)
         if not records:
             raise InvalidRequestError('no prompt is left to learn from: none was given, or all '
                                       f'have more than {self.options.prompt_tokens} tokens')
         return records
-
-    def _own_prompts(self, count: int) -> Path:
-        """The file of prompts that the target has written, with ``count`` of them at least."""
-        path = self.work / 'own_prompts.jsonl'
-        lines = path.read_text(encoding='utf-8').splitlines(True) if path.exists() else []
-        # A line that an interruption cut short is written again, with the batch it was of.
-        known = [json.loads(line) for line in lines if line.endswith('\n')]
-        if len(known) >= count:
-            return path
-        with path.open('w', encoding='utf-8') as file:
-            file.writelines(json.dumps(record) + '\n' for record in known)
-        batch = known[-1]['batch'] + 1 if known else 0
-        with self._progress(f'writing prompts into {path}', count, len(known)) as advance:
-            for prompts in write_prompts(
-                    self.target, self._tokenizer, self._stop_ids, count - len(known),
-                    self.options.seed, batch, lambda made: advance(len(known) + made, count)):
-                with path.open('a', encoding='utf-8') as file:
-                    file.writelines(json.dumps({'domain': 'general', 'prompt': prompt,
-                                                'batch': batch}) + '\n' for prompt in prompts)
-                batch += 1
-        return path
 
     def held_out_outputs(self, files: Sequence[str], per_domain: int) -> list[OutputRecord]:
         """Records to judge by, for the prompts of ``files``."""
@@ -206,11 +191,16 @@ class DistillJob:
 
     def vocabulary(self, records: Sequence[OutputRecord],
                    held_out: Sequence[OutputRecord]) -> list[int]:
-        """The trimmed vocabulary, chosen by coverage of ``records`` where there is none yet."""
+        """
+        The trimmed vocabulary: that of the drafts to be continued, or chosen once.
+
+        Chosen by coverage of ``records``.
+        """
         path = self.work / 'head.safetensors'
         if path.exists():
             return read_tensors(path)['token_ids'].tolist()
-        vocabulary = choose_vocabulary(records, self.options.vocabulary, self._stop_ids)
+        vocabulary = (self.bundle.head_token_ids() if self.options.further else
+                      choose_vocabulary(records, self.options.vocabulary, self._stop_ids))
         write_whole(path, {'token_ids': torch.tensor(vocabulary, dtype=torch.int32)},
                     {'made': 'memspec distill'})
         judged = held_out or records
@@ -235,12 +225,13 @@ class DistillJob:
         limit = self.options.tokens_per_domain
         everything = sorted((record for part in by_domain.values() for record in part),
                             key=lambda record: record.key)
-        plan = {BASE: take_tokens(by_domain.get('general', everything), limit)}
+        plan = ({} if self.options.further else
+                {BASE: take_tokens(by_domain.get('general', everything), limit)})
         for domain in domains:
             mine = by_domain[domain]
             if not mine:
                 raise InvalidRequestError(f'no outputs of domain {domain!r}')
-            if domain == 'general':
+            if domain == 'general' and BASE in plan:
                 seen = {record.key for record in plan[BASE]}
                 mine = [record for record in mine if record.key not in seen] + [
                     record for record in mine if record.key in seen]
@@ -293,6 +284,7 @@ class DistillJob:
         """
         Train a draft from ``start``, or take the one that is there.
 
+        Of a draft that was continued, the mean with what it was before is kept.
         Returns its agreement on ``held_out`` by domain, one dictionary a step ahead.
         """
         path = self.path(name)
@@ -322,15 +314,15 @@ class DistillJob:
                 lambda step, steps, loss, right: advance(
                     step, steps, f'loss {loss:.3f}, agreement {right:.3f}'),
                 lambda run: save_training(state_path, run.state()))
-        scores = [{domain: round(value, 4) for domain, value in row.items()}
-                  for row in (agreement(top, held, self.target.device, self.options.ahead)
-                              if held_out else [])]
+        if self.options.further:
+            top.load(mean(start, top.export()))
+        scores = self._scores(top, held)
         save_draft(path, top, {
             'kind': self.shape.kind, 'domain': name, 'options': json.dumps(self.shape.options),
             'epochs': str(options.epochs), 'steps': str(training.steps),
             'seed': str(options.seed), 'learning_rate': str(options.learning_rate),
             'batch': str(options.batch), 'training_tokens': str(lessons.output_tokens),
-            'continued_from': BASE if start is not None else '',
+            'continued_from': self._origin(name) if start is not None else '',
             'agreement': json.dumps(scores)},
             tokenizer=self.bundle.tokenizer_path)
         state_path.unlink(missing_ok=True)
@@ -339,10 +331,22 @@ class DistillJob:
                 f'{domain} {value:.3f}' for domain, value in scores[0].items()))
         return scores
 
-    def base(self, records: Sequence[OutputRecord], held_out: Sequence[OutputRecord],
-             vocabulary: Sequence[int]) -> dict[str, Tensor]:
-        """Tensors of the draft that all others continue from."""
-        self.draft(BASE, records, held_out, vocabulary, None)
+    def _scores(self, top: Top | Student, held_out: Lessons) -> list[dict[str, float]]:
+        if not held_out.lessons:
+            return []
+        return [{domain: round(value, 4) for domain, value in row.items()}
+                for row in agreement(top, held_out, self.target.device, self.options.ahead)]
+
+    def _origin(self, name: str) -> str:
+        """What the draft ``name`` continues, as its file says it."""
+        if not self.options.further:
+            return BASE
+        return f'{draft_to_continue(self.bundle, name)[0]}, of which it is the mean'
+
+    def start_of(self, domain: str) -> dict[str, Tensor]:
+        """Tensors that the draft of a domain begins with."""
+        if self.options.further:
+            return draft_to_continue(self.bundle, domain)[1]
         return read_draft(self.path(BASE))[0]
 
     def _lessons(self, records: Iterable[OutputRecord], vocabulary: Sequence[int]) -> Lessons:
@@ -350,15 +354,15 @@ class DistillJob:
                        self.shape, vocabulary)
 
     def curve(self, domain: str, shares: Sequence[float], records: Sequence[OutputRecord],
-              held_out: Sequence[OutputRecord], vocabulary: Sequence[int],
-              start: Mapping[str, Tensor]) -> list[tuple[int, list[dict[str, float]]]]:
+              held_out: Sequence[OutputRecord],
+              vocabulary: Sequence[int]) -> list[tuple[int, list[dict[str, float]]]]:
         """
         (training tokens, agreement) of a domain's draft made of more and more of its data.
 
         ``records``: all of them, as ``plan`` has them; the draft of all is the
         domain's own. Epochs, hence passes over a token, are the same for all.
         """
-        points = []
+        points, start = [], self.start_of(domain)
         total = sum(len(record.output_ids) for record in records)
         for share in sorted(shares):
             whole = share >= 1
@@ -377,6 +381,8 @@ class DistillJob:
             "distilled from the target's own outputs by memspec distill, "
             f'seed {self.options.seed}; see the metadata of the file')
             for domain, scores in figures.items()]
+        if self.options.further:
+            entries += carry_over(self.bundle, self.work, figures)
         return write_bundle(self.work, self.bundle, self.work / 'head.safetensors', entries,
                             lookup_acceptance(held_out))
 

@@ -10,6 +10,9 @@ general draft needs most and files of prompts lack: requests of every sort.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+import json
+from pathlib import Path
 
 import torch
 
@@ -71,3 +74,28 @@ def write_prompts(target: Llama, tokenizer: Tokenizer, stop_ids: frozenset[int],
             return
     raise MemSpecError('the target writes no prompts of its own: what it says in the place of a '
                        'user does not end; give some with --prompts')
+
+
+def fill_prompt_file(path: Path, count: int, target: Llama, tokenizer: Tokenizer,
+                     stop_ids: frozenset[int], seed: int,
+                     progress: Callable[..., AbstractContextManager[Callable]]) -> None:
+    """
+    See to it that ``path`` (JSON lines, domain ``general``) has ``count`` prompts or more.
+
+    ``progress``: (title, in all, done) -> a context that gives a function of
+    (done, in all). Interrupted, it goes on with the batch after the last written.
+    """
+    lines = path.read_text(encoding='utf-8').splitlines(True) if path.exists() else []
+    known = [json.loads(line) for line in lines if line.endswith('\n')]
+    if len(known) >= count:
+        return
+    with path.open('w', encoding='utf-8') as file:  # without a line that was cut short
+        file.writelines(json.dumps(record) + '\n' for record in known)
+    batch = known[-1]['batch'] + 1 if known else 0
+    with progress(f'writing prompts into {path}', count, len(known)) as advance:
+        for prompts in write_prompts(target, tokenizer, stop_ids, count - len(known), seed, batch,
+                                     lambda made: advance(len(known) + made, count)):
+            with path.open('a', encoding='utf-8') as file:
+                file.writelines(json.dumps({'domain': 'general', 'prompt': prompt,
+                                            'batch': batch}) + '\n' for prompt in prompts)
+            batch += 1
