@@ -171,7 +171,7 @@ def to_model_info(runtime: Runtime, stamp) -> ModelInfo:
         dtype=_dtype(target), target_bytes=target.weight_bytes,
         vocab_size=runtime.tokenizer.size, context_tokens=runtime.options.context,
         drafts=[DraftInfo(id=spec.id, kind=spec.kind, domain=spec.domain, bytes=spec.bytes,
-                          license=spec.licence) for spec in bundle.drafts],
+                          license=spec.licence) for spec in bundle.drafting],
         ranker=bundle.ranker.kind, policy=runtime.options.policy)
     info.header.stamp = stamp
     return info

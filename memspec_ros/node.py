@@ -347,6 +347,10 @@ class _LiveSettings(Settings):
         return self._node.parameters['draft.copy']
 
     @property
+    def self_speculation(self) -> bool:
+        return self._node.parameters['draft.self_speculation']
+
+    @property
     def verification(self) -> str:
         return self._node.parameters['sampling.verification']
 

@@ -89,7 +89,7 @@ class Reports:
             capacity=self._node.capacity(), used_bytes=residency.used_bytes(),
             capacity_bytes=self._node.parameters['memory.budget_mib'] * MIB,
             drafts=messages.to_draft_residency(
-                residency.view(), {spec.id: spec.kind for spec in runtime.bundle.drafts}),
+                residency.view(), {spec.id: spec.kind for spec in runtime.bundle.drafting}),
             active=controller.active, desired=controller.desired, window_sec=WINDOW_SEC,
             **{name: getattr(counters, name) for name in (
                 'hits', 'misses', 'evictions', 'prefetches_issued', 'prefetches_used',
@@ -128,7 +128,7 @@ class Reports:
         controller, target = runtime.controller, runtime.target
         if controller is None or target is None:
             return health
-        if not runtime.bundle.drafts:
+        if not runtime.bundle.drafting:
             health.speculation_off = 'the bundle has no drafts'
         health.worker_alive, health.running = worker.alive, worker.running is not None
         health.queue = worker.waiting

@@ -130,6 +130,8 @@ PARAMETERS: tuple[ParameterSpec, ...] = (
     _p('draft.adaptive', True, 'Draft fewer tokens, or none, where more do not pay.', CONFIGURE),
     _p('draft.copy', True, 'Where the answer repeats what stands in the text already, copy it '
        'instead of drafting.', LIVE),
+    _p('draft.self_speculation', True, 'While no loaded draft is ready, or none may be loaded, '
+       'the target drafts with its own lower layers, if the bundle has exits and it pays.', LIVE),
     _p('draft.min_confidence', 0.0, 'A draft proposes no more once its next token has less '
        'than this probability; 0 = off.', REQUEST, 0.0, 1.0),
     _p('queue.max_size', 8, 'Most requests waiting; more are refused with QUEUE_FULL.', LIVE,

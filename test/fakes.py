@@ -76,7 +76,7 @@ class FakeTarget(Target):
         self.rows: list[int] = []
         self.fail: Callable[[], None] = lambda: None
 
-    def new_state(self, capacity, depths=frozenset()):
+    def new_state(self, capacity, depths=frozenset(), stops=frozenset()):
         hidden = {depth: torch.zeros(capacity, self.hidden_size)
                   for depth in depths | {self.layers}}
         return DecodeState(FakeCache(capacity), hidden, capacity)

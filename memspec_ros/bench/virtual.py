@@ -168,7 +168,7 @@ class TraceTarget(Target):
         self._clock = clock
         self.device, self.dtype = torch.device('cpu'), torch.float32
 
-    def new_state(self, capacity, depths=frozenset()):
+    def new_state(self, capacity, depths=frozenset(), stops=frozenset()):
         hidden = {self.layers: _TapeHidden(self._tape)} if self._tape.has_hidden else {}
         return DecodeState(_NoCache(), hidden, capacity)
 

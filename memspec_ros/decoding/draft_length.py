@@ -58,6 +58,8 @@ class _DraftFigures:
     step_cost: _Mean = field(default_factory=_Mean)
     # Rows verified beside the chain.
     branches: _Mean = field(default_factory=_Mean)
+    # A verify after its drafting, which may have run a part of it, to one of all layers.
+    verify_share: _Mean = field(default_factory=_Mean)
     idle: int = 0
 
 
@@ -124,7 +126,8 @@ class DraftLength:
         figures = self._drafts.get(draft, _DraftFigures())
         step = figures.step_cost.value(_DRAFT_COST_PRIOR * self.verify_cost(1))
         rows = 1 + gamma + (round(figures.branches.value(0.0)) if gamma else 0)
-        cost = gamma * step + self.verify_cost(rows)
+        cost = gamma * step + self.verify_cost(rows) * (
+            figures.verify_share.value(1.0) if gamma else 1.0)
         return self.expected_tokens(draft, gamma) / max(cost, _LEAST_SEC)
 
     def worth_of_row(self, draft: str, gamma: int) -> float:
@@ -159,7 +162,11 @@ class DraftLength:
 
     def observe(self, step: StepRecord) -> None:
         """Learn from an iteration."""
-        self._load.add(step.t_verify / self._shape_of(step.rows))
+        if step.ahead:
+            self._drafts.setdefault(step.draft, _DraftFigures()).verify_share.add(
+                step.t_verify / max(self.verify_cost(step.rows), _LEAST_SEC))
+        else:
+            self._load.add(step.t_verify / self._shape_of(step.rows))
         if not step.draft or not step.drafted:
             return
         figures = self._drafts.setdefault(step.draft, _DraftFigures())

@@ -40,17 +40,19 @@ class Engine:
     max_branches: most alternatives to them verified beside it
     depths: hidden states to keep (what the bundle's drafts read)
     clock: seconds, monotonic
+    stops: further depths at which drafts have the target's passes pause
 
     """
 
     def __init__(self, target: Target, context: int, max_gamma: int,
-                 depths: frozenset[int], clock: Callable[[], float], max_branches: int = 0):
+                 depths: frozenset[int], clock: Callable[[], float], max_branches: int = 0,
+                 stops: frozenset[int] = frozenset()):
         self.target = target
         self.context = context
         self.max_gamma = max_gamma
         self.max_branches = max_branches if target.verifies_trees else 0
         self.clock = clock
-        self.state = target.new_state(context + max_gamma + self.max_branches + 1, depths)
+        self.state = target.new_state(context + max_gamma + self.max_branches + 1, depths, stops)
         self.use(Sampling())
 
     def use(self, sampling: Sampling, verification: str = 'coupled',
@@ -112,7 +114,7 @@ class Engine:
             except Exception as error:
                 state.hold(position - 1)
                 raise DraftFailure(str(error) or type(error).__name__) from error
-        drafted = self.clock()
+        drafted, ahead = self.clock(), len(state.ahead)
         rows, tokens = self._verify(proposal)
         tokens = _cut(tokens, limit, stop_ids)
         state.keep([0, *rows][:len(tokens)])
@@ -131,7 +133,7 @@ class Engine:
             draft='', desired='', position=position, drafted=len(proposal.tokens),
             accepted=accepted, emitted=len(tokens), branches=len(proposal.branches),
             t_catch_up=caught_up - start, t_draft=drafted - caught_up, t_verify=end - drafted,
-            duration=end - start, draft_error=draft_error)
+            duration=end - start, ahead=ahead, draft_error=draft_error)
 
     def _verify(self, proposal: Proposal) -> tuple[list[int], list[int]]:
         """Run the target over a proposal: (rows of the tokens accepted, tokens to emit)."""

@@ -24,7 +24,8 @@ class StepRecord:
     emitted). emitted: tokens committed, the target's own included. branches:
     alternatives to drafted tokens that were verified too; one of them counts as
     accepted where it stands. copied: a draft that copies stepped in for the one
-    the policy had chosen. draft_error: why the draft is not to be asked again, ''
+    the policy had chosen. ahead: rows that drafting had run through lower layers of
+    the target before it verified them. draft_error: why the draft is not to be asked again, ''
     if it is well.
     """
 
@@ -42,6 +43,7 @@ class StepRecord:
     duration: float = 0.0
     branches: int = 0
     copied: bool = False
+    ahead: int = 0
     draft_error: str = ''
 
     @property

@@ -28,6 +28,8 @@ from .weights import file_sha256, read_metadata, read_tensors
 MANIFEST_NAME = 'bundle.yaml'
 FORMAT = 1
 _KINDS_WITHOUT_FILE = ('prompt_lookup',)
+SELF_ID = 'self'
+_SELF_KIND = 'self_speculation'
 _RANKERS_WITH_FILE = ('hidden', 'bert')
 _ID = re.compile(r'[a-z0-9][a-z0-9_.-]{0,62}')
 _SHA256 = re.compile(r'[0-9a-f]{64}')
@@ -141,9 +143,17 @@ class Bundle:
     ranker: RankerSpec
     head_path: str | None = None
     head_sha256: str | None = None
+    # Exits of the target itself; no draft that anybody ranks or loads.
+    self_speculation: DraftSpec | None = None
     # Filled by target_files.locate_target: the directory the target is loaded from.
     target_path: Path | None = None
     _head_rows: Tensor | None = field(default=None, repr=False)
+
+    @property
+    def drafting(self) -> tuple[DraftSpec, ...]:
+        """All that drafts: the drafts and, where the target does for itself, its exits."""
+        exits = self.self_speculation
+        return self.drafts if exits is None else (*self.drafts, exits)
 
     @property
     def tokenizer_path(self) -> Path:
@@ -244,7 +254,7 @@ def load_bundle(path: Path | str | None = None, verify: bool = True) -> Bundle:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise BundleError(f'{manifest}: not valid YAML ({error})') from error
     bundle = parse_manifest(raw, directory)
-    for spec in bundle.drafts:
+    for spec in bundle.drafting:
         _check_file(bundle, spec, verify)
     _check_ranker(bundle, verify)
     return bundle
@@ -276,11 +286,29 @@ def parse_manifest(raw: Any, directory: Path) -> Bundle:
         if spec.id in seen:
             raise BundleError(f'drafts: id {spec.id!r} is there twice')
         seen.add(spec.id)
+    exits = top.take('self_speculation', dict)
+    exits = None if exits is None else _parse_self(_Section(exits, 'self_speculation'))
+    if exits is not None and SELF_ID in seen:
+        raise BundleError(f'drafts: the id {SELF_ID!r} belongs to self_speculation')
     section = _Section(top.take('ranker', dict, {'kind': 'domain_words'}), 'ranker')
     ranker = _parse_ranker(section)
     top.finish()
     return Bundle(directory, name, description, target, tokenizer, drafts, ranker,
-                  head_path, head_sha256)
+                  head_path, head_sha256, exits)
+
+
+def _parse_self(section: _Section) -> DraftSpec:
+    from .drafts import KINDS
+    path = section.text('path', False)
+    spec = DraftSpec(
+        id=SELF_ID, kind=_SELF_KIND, domain='', licence=section.text('licence'),
+        provenance=section.text('provenance'), path=path,
+        sha256=None if path is None else section.sha256('sha256'),
+        bytes=0 if path is None else section.take('bytes', int, required=True),
+        options=section.take('options', dict, {}, required=True))
+    section.finish()
+    KINDS[_SELF_KIND].check_options(spec)
+    return spec
 
 
 def _parse_ranker(section: _Section) -> RankerSpec:
@@ -328,6 +356,9 @@ def _parse_draft(raw: Any, where: str) -> DraftSpec:
     if kind not in KINDS:
         raise BundleError(f'{where}: kind {kind!r} is not known; there are: '
                           f'{", ".join(sorted(KINDS))}')
+    if kind == _SELF_KIND:
+        raise BundleError(f'{where}: {kind} is no draft to be ranked; give it as the section '
+                          f'{_SELF_KIND!r} of the manifest')
     has_file = kind not in _KINDS_WITHOUT_FILE
     acceptance = section.take('acceptance', dict, {})
     for domain, value in acceptance.items():

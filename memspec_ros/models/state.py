@@ -9,8 +9,10 @@ The invariant (between iterations): every layer group of the target's cache and
 every hidden-state buffer holds ``len(tokens) - 1`` positions; the last token
 has been emitted but not yet run. Drafting through shared lower layers advances
 their group alone, beyond that length; verification brings all groups back to
-the committed length. Rolling back sets lengths, and copies nothing; where a branch
-of drafted tokens was accepted, its row moves up behind those before it.
+the committed length. What drafting has run of the tokens to be verified
+(``DecodeState.ahead``) verification does not run again. Rolling back sets
+lengths, and copies nothing; where a branch of drafted tokens was accepted, its
+row moves up behind those before it.
 """
 
 from __future__ import annotations
@@ -99,6 +101,9 @@ class DecodeState:
     hidden: depth -> Tensor [capacity, H], the target's hidden states after that
         many layers at committed positions. A depth equal to the number of
         layers is the last layer's output before the final norm.
+    ahead: tokens after the held positions that were run through lower layers
+        already, each group of the cache as far as its length says
+    passing: depth -> Tensor [T, H], their hidden states where groups of layers meet
     chooser: what ``choose`` does
     branching: how proposals may branch, None for not at all
 
@@ -111,6 +116,8 @@ class DecodeState:
         self.tokens: list[int] = []
         self.prompt_length = 0
         self.held = 0
+        self.ahead: list[int] = []
+        self.passing: dict[int, Tensor] = {}
         self.chooser: Callable[..., tuple[int, Tensor | None] | None] = choose_most_probable
         self.branching: Branching | None = None
 
@@ -157,6 +164,7 @@ class DecodeState:
         """Set the committed length of cache and hidden states (commit or rollback)."""
         self.kv.set_length(length)
         self.held = length
+        self.ahead, self.passing = [], {}
 
     @property
     def held_bytes(self) -> int:

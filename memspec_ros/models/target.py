@@ -61,8 +61,13 @@ class Target(ABC):
     dtype: torch.dtype
 
     @abstractmethod
-    def new_state(self, capacity: int, depths: frozenset[int] = frozenset()) -> DecodeState:
-        """Allocate buffers for ``capacity`` positions and hidden states at ``depths``."""
+    def new_state(self, capacity: int, depths: frozenset[int] = frozenset(),
+                  stops: frozenset[int] = frozenset()) -> DecodeState:
+        """
+        Allocate buffers for ``capacity`` positions and hidden states at ``depths``.
+
+        stops: further depths at which a pass can pause, and go on from there.
+        """
 
     @abstractmethod
     def forward(self, state: DecodeState, tokens: list[int], last_only: bool = False,
@@ -110,14 +115,15 @@ class LlamaTarget(Target):
             for layer in model.layers
             for matrix in (getattr(layer, name) for name in LayerWeights.MATRICES)}))
 
-    def new_state(self, capacity: int, depths: frozenset[int] = frozenset()) -> DecodeState:
+    def new_state(self, capacity: int, depths: frozenset[int] = frozenset(),
+                  stops: frozenset[int] = frozenset()) -> DecodeState:
         config = self.model.config
-        for depth in depths:
+        for depth in depths | stops:
             if not 0 < depth <= self.layers:
                 raise UnsupportedModelError(
                     f'hidden states after layer {depth}: the target has {self.layers} layers')
         kv = KVCache(config.layers, config.kv_heads, capacity, config.head_dim,
-                     self.model.attention_dtype, self.device, depths)
+                     self.model.attention_dtype, self.device, depths | stops)
         hidden = {depth: torch.zeros(capacity, config.hidden_size, dtype=self.dtype,
                                      device=self.device)
                   for depth in depths | {self.layers}}
@@ -126,22 +132,47 @@ class LlamaTarget(Target):
     @torch.inference_mode()
     def forward(self, state: DecodeState, tokens: list[int], last_only: bool = False,
                 branches: Sequence[tuple[int, int]] = ()) -> Tensor:
-        x = self.model.embed(torch.tensor([tokens], device=self.device))
-        start = state.held
-        end = start + len(tokens)
-        rope, mask = self.model.rope.at(start, len(tokens)), None
+        x = self.run_to(state, tokens, self.layers, branches)
+        state.ahead, state.passing = [], {}
+        return self.model.logits(x[-1:] if last_only else x)
+
+    @torch.inference_mode()
+    def run_to(self, state: DecodeState, tokens: list[int], depth: int,
+               branches: Sequence[tuple[int, int]] = ()) -> Tensor:
+        """
+        Run tokens after the committed positions through the lowest ``depth`` layers; [T, H].
+
+        ``depth`` is one that the state was made to stop at. Tokens that are ahead
+        (``state.ahead``) are not run again through what they have been run through;
+        afterwards all of these are ahead, to that depth at least.
+        """
+        start, end, kv = state.held, state.held + len(tokens), state.kv
+        chain = tokens[:len(tokens) - len(branches)]
+        known = next((place for place, (one, other) in enumerate(zip(state.ahead, chain))
+                      if one != other), min(len(state.ahead), len(chain)))
+        rope, mask = None, None
         if branches:
             parents = parents_of(len(tokens) - 1 - len(branches), branches)
             mask = tree_mask(parents, start, self.device)
             places = torch.tensor([depths_of(parents)], device=self.device) + start
             rope = self.model.rope.gather(places)
-        kv = state.kv
+        x = None
         for group, (first, last) in enumerate(kv.groups):
-            x = self.model.run_layers(x, first, last, kv.keys, kv.values, start, rope, mask)
-            kv.set_length(end, group)
-            if last in state.hidden:
-                state.hidden[last][start:end] = x[0]
-        return self.model.logits(x[0, -1:] if last_only else x[0])
+            done = min(kv.lengths[group] - start, known)
+            if first < depth and done < len(tokens):
+                x = (state.passing[first][done:] if first else
+                     self.model.embed(torch.tensor(tokens[done:], device=self.device)))[None]
+                x = self.model.run_layers(
+                    x, first, last, kv.keys, kv.values, start + done,
+                    rope and tuple(table[:, done:] for table in rope),
+                    None if mask is None else mask[done:])[0]
+                if last in state.hidden:
+                    state.hidden[last][start + done:end] = x
+                state.passing[last] = (torch.cat([state.passing[last][:done], x]) if done else x)
+                done = len(tokens)
+            kv.set_length(start + done, group)
+        state.ahead = list(tokens)
+        return state.passing[depth]
 
     def step_bytes(self, state: DecodeState) -> int:
         model = self.model
@@ -162,6 +193,7 @@ class LlamaTarget(Target):
         committed length until verification overwrites them.
         """
         x = self.model.embed(torch.tensor([[token]], device=self.device))
+        state.ahead, state.passing = [], {}
         kv = state.kv
         x = self.model.run_layers(x, 0, depth, kv.keys, kv.values, position)
         for group in kv.groups_below(depth):
@@ -198,10 +230,11 @@ class TransformersTarget(Target):
         self.device = device
         self.dtype = dtype
 
-    def new_state(self, capacity: int, depths: frozenset[int] = frozenset()) -> DecodeState:
-        if depths - {self.layers}:
+    def new_state(self, capacity: int, depths: frozenset[int] = frozenset(),
+                  stops: frozenset[int] = frozenset()) -> DecodeState:
+        if (depths | stops) - {self.layers}:
             raise UnsupportedModelError(
-                'shared_layers drafts need a target on the lean path '
+                'drafts that share its layers need a target on the lean path '
                 f'({", ".join(SUPPORTED_MODEL_TYPES)})')
         self._lm = self._factory(capacity)
         hidden = {self.layers: torch.zeros(capacity, self.hidden_size, dtype=self.dtype,

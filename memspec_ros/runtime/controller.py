@@ -46,7 +46,9 @@ class Settings:
 
     cache_capacity: K. scheduling_interval: N. speculate: False decodes plainly.
     copy: where the last tokens stood in the text before, copy what followed
-    instead of drafting, if that promises more tokens per second. verification: how
+    instead of drafting, if that promises more tokens per second. self_speculation:
+    while no draft is READY that had to be loaded, the target drafts for itself, if
+    the bundle says how and it pays. verification: how
     drafted tokens of a request that samples are judged (decoding.sampler). min_confidence:
     a draft less sure of its next token than that proposes no more.
     wait_for_first_load: decode only when the first draft is there, as in the paper
@@ -57,6 +59,7 @@ class Settings:
     scheduling_interval: int = 4
     speculate: bool = True
     copy: bool = True
+    self_speculation: bool = False
     verification: str = 'coupled'
     min_confidence: float = 0.0
     wait_for_first_load: bool = False
@@ -244,15 +247,18 @@ class Controller:
             self._give_up(turn, draft, str(failure))
             drafter = None
             tokens, step = self.engine.step(None, 0, limit, stop_ids)
-        copied = draft != turn.active
+        stepped_in = draft != turn.active and drafter is not None
+        copied = stepped_in and drafter.copies
         step.draft = draft if drafter is not None else ''
         step.desired = turn.plan.desired
-        if copied and turn.active == step.desired:
-            step.desired = draft  # the wanted draft was there: copying was better still
-        step.copied = copied and drafter is not None
+        if stepped_in and turn.active == step.desired:
+            step.desired = draft  # the wanted draft was there: another was better still
+        step.copied = copied
         step.t_predict, step.t_wait = turn.t_predict, turn.t_wait
-        # What a copier has accepted where it found a match says nothing of where it does not.
-        if drafter is not None and min(gamma, limit - 1) > 0 and not cold and not copied:
+        # What a copier has accepted where it found a match says nothing of where it does not,
+        # and what the target accepts of its own exits nothing of drafts.
+        if drafter is not None and min(gamma, limit - 1) > 0 and not (
+                cold or copied or drafter.bridges):
             turn.context.acceptance.setdefault(step.draft, Acceptance()).add(step)
         self.draft_length.observe(step)
         if turn.overheard is not None:
@@ -278,6 +284,9 @@ class Controller:
             return '', None, 0
         draft, drafter = turn.active, self.residency.drafter(turn.active)
         gamma = self.draft_length.choose(draft) if drafter is not None else 0
+        bridge = self._bridge(draft)
+        if bridge is not None and (count := self.draft_length.choose(bridge)):
+            draft, drafter, gamma = bridge, self.residency.drafter(bridge), count
         for copier in self.residency.slot_free if self.settings.copy else ():
             copying = self.residency.drafter(copier)
             if (copier == draft or copying is None or not copying.copies
@@ -290,6 +299,16 @@ class Controller:
                 self.engine.state, self.draft_length.max_gamma).tokens)
             break
         return draft, drafter, gamma
+
+    def _bridge(self, active: str) -> str | None:
+        """The draft that stands in while none is there that had to be loaded."""
+        slot_free = self.residency.slot_free
+        if not self.settings.self_speculation or (
+                self.residency.is_ready(active) and active not in slot_free):
+            return None
+        return next((draft for draft in slot_free
+                     if (drafter := self.residency.drafter(draft)) is not None
+                     and drafter.bridges), None)
 
     def _branching(self, draft: str, gamma: int) -> Branching | None:
         """Whether and how a draft may name alternatives to what it proposes."""

@@ -155,10 +155,11 @@ class Runtime:
         tell('preparing the drafts', 0.8)
         capacity = options.context + options.max_gamma + 1
         kinds = {spec.id: (KINDS[spec.kind](spec, bundle, target, capacity), spec.bytes)
-                 for spec in bundle.drafts} if options.max_gamma else {}
-        depths = frozenset().union(*(kind.depths for kind, _ in kinds.values()))
+                 for spec in bundle.drafting} if options.max_gamma else {}
+        depths, stops = (frozenset().union(*(getattr(kind, name) for kind, _ in kinds.values()))
+                         for name in ('depths', 'stops'))
         engine = Engine(target, options.context, options.max_gamma, depths, clock,
-                        options.max_branches if options.max_gamma else 0)
+                        options.max_branches if options.max_gamma else 0, stops)
         if store is None:
             store = file_store(bundle, device, options.storage)
         drafts = [spec for spec in bundle.drafts if spec.id in kinds]
@@ -170,7 +171,8 @@ class Runtime:
         draft_length = DraftLength(options.max_gamma, options.adaptive)
         loader = ThreadLoader(store, STALL_SEC + options.storage.latency_ms / 1e3)
         residency = Residency(kinds, loader, options.settings.cache_capacity, clock,
-                              {spec.id: draft_bytes(bundle, spec, dtype) for spec in drafts})
+                              {spec.id: draft_bytes(bundle, spec, dtype)
+                               for spec in bundle.drafting})
         controller = Controller(engine, tokenizer, residency, policy, draft_length,
                                 options.settings, stop_ids_of(directory, tokenizer))
         runtime = cls(bundle, options, target, tokenizer, loader, controller)

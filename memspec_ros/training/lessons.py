@@ -69,6 +69,49 @@ class TopShape:
         return ''
 
 
+@dataclass(frozen=True)
+class ExitShape:
+    """
+    Exits of the target for ``self_speculation``.
+
+    features: after how many layers, the uppermost first. rank: width of each
+    adapter.
+    """
+
+    kind: str = 'self_speculation'
+    features: tuple[int, ...] = (2,)
+    rank: int = 256
+
+    # It has nothing between the target's hidden states and the head but adapters.
+    depth = None
+    layers = 0
+
+    @property
+    def depths(self) -> frozenset[int]:
+        """Depths of target hidden states needed to train it."""
+        return frozenset(self.features)
+
+    @property
+    def options(self) -> dict:
+        """Options of the exits in a manifest."""
+        check, *lower = self.features
+        return {'depth': lower[0], 'check': check} if lower else {'depth': check}
+
+    def cost(self, layers: int) -> float:
+        """Training on a position against the target's pass over it, about."""
+        return 3.0 * len(self.features) / layers
+
+    def parameters(self, config: LlamaConfig) -> int:
+        """Parameters that are trained."""
+        return len(self.features) * config.hidden_size * (3 * self.rank + 2)
+
+    def problem(self, layers: int) -> str:
+        """What is wrong with it for a target of ``layers`` layers; '' for nothing."""
+        if any(not 1 <= depth < layers for depth in self.features):
+            return f'exits are after {list(self.features)} layers, expected 1..{layers - 1}'
+        return ''
+
+
 def choose_vocabulary(records: Iterable[OutputRecord], size: int,
                       always: Iterable[int] = ()) -> list[int]:
     """
@@ -158,7 +201,7 @@ class Lessons:
     """Lessons made into batches for a draft of one shape over one vocabulary."""
 
     def __init__(self, target: Llama, lessons: Sequence[Lesson],
-                 shape: TopShape | StudentShape, vocabulary: Sequence[int]):
+                 shape: TopShape | ExitShape | StudentShape, vocabulary: Sequence[int]):
         self.lessons = list(lessons)
         self.shape = shape
         self._embedding = target.embedding if shape.depth == 0 else None

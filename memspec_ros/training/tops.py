@@ -17,9 +17,10 @@ from torch import Tensor
 import torch.nn.functional as F
 
 from ..models.drafts.feature import Mixer, unroll
+from ..models.drafts.self_speculation import Adapter
 from ..models.llama import causal_mask, LayerWeights, Llama, run_layer_uncached
 from ..models.weights import read_metadata, read_tensors
-from .lessons import Batch, TopShape
+from .lessons import Batch, ExitShape, TopShape
 from .student import save_student, Student, StudentShape
 from .teacher import write_whole
 
@@ -42,7 +43,8 @@ class Top(torch.nn.Module):
         self.rope = target.rope
         self.norm = torch.nn.Parameter(target.norm.float().clone())
         self.parts = torch.nn.ModuleList()
-        for weights in target.layers[shape.depth:shape.depth + shape.layers]:
+        first = shape.depth or 0
+        for weights in target.layers[first:first + shape.layers]:
             self.parts.append(torch.nn.ParameterDict(
                 {name: torch.nn.Parameter(tensor.float().clone())
                  for name, tensor in weights.tensors().items()}))
@@ -122,18 +124,57 @@ class FeatureTop(Top):
                 **{f'mixer.{index}': block for index, block in enumerate(self.blocks)}}
 
 
-def make_top(target: Llama, shape: TopShape | StudentShape,
+class Exits(Top):
+    """
+    Adapters and norms of the exits of ``self_speculation``.
+
+    Its steps are its exits, the uppermost first: it counts most.
+    """
+
+    def __init__(self, target: Llama, shape: ExitShape, vocabulary: Sequence[int]):
+        super().__init__(target, shape, vocabulary)
+        del self.norm  # each exit has its own
+        width = target.config.hidden_size
+        generator = torch.Generator().manual_seed(0)
+        self.exits = torch.nn.ModuleDict()
+        for depth in shape.features:
+            # The target's own norm and head at first: what an exit without weights is.
+            self.exits[str(depth)] = torch.nn.ParameterDict({
+                'norm': torch.nn.Parameter(target.norm.float().clone()),
+                'input_norm': torch.nn.Parameter(torch.ones(width)),
+                'gate_up': torch.nn.Parameter(
+                    torch.randn(2 * shape.rank, width, generator=generator) * width ** -0.5),
+                'down': torch.nn.Parameter(torch.zeros(width, shape.rank))})
+
+    def steps(self, batch: Batch, count: int) -> list[Tensor]:
+        eps, states = self.config.norm_eps, []
+        for index, part in enumerate(self.exits.values()):
+            adapter = Adapter(*(part[name] for name in Adapter.NAMES))
+            x = adapter(batch.features[:, :, index].float(), eps)
+            states.append(F.rms_norm(x, x.shape[-1:], part['norm'], eps))
+        return states
+
+    def tensors(self) -> dict[str, torch.nn.Parameter]:
+        return {f'{depth}.{name}': tensor for depth, part in self.exits.items()
+                for name, tensor in part.items()}
+
+
+def make_top(target: Llama, shape: TopShape | ExitShape | StudentShape,
              vocabulary: Sequence[int]) -> Top | Student:
     """An untrained draft of that shape, on the target's device."""
-    kinds = {'causal_lm': Student, 'feature': FeatureTop, 'shared_layers': Top}
+    kinds = {'causal_lm': Student, 'feature': FeatureTop, 'shared_layers': Top,
+             'self_speculation': Exits}
     return kinds[shape.kind](target, shape, vocabulary).to(target.device)
 
 
 def draft_shape(kind: str, depth: int, layers: int, features: Sequence[int],
-                width: int) -> TopShape | StudentShape:
+                width: int, check: int = 0,
+                rank: int = 256) -> TopShape | ExitShape | StudentShape:
     """The shape that command-line options describe."""
     if kind == 'causal_lm':
         return StudentShape(kind, width, layers)
+    if kind == 'self_speculation':
+        return ExitShape(kind, tuple(sorted({depth, check} - {0}, reverse=True)), rank)
     return TopShape(kind, depth, layers, tuple(features))
 
 

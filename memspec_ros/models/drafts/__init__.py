@@ -13,12 +13,14 @@ from .base import Drafter, DraftKind
 from .causal_lm import CausalLMKind
 from .feature import FeatureKind
 from .prompt_lookup import PromptLookupKind
+from .self_speculation import SelfSpeculationKind
 from .shared_layers import SharedLayersKind
 
 KINDS: dict[str, type[DraftKind]] = {
     'causal_lm': CausalLMKind,
     'feature': FeatureKind,
     'prompt_lookup': PromptLookupKind,
+    'self_speculation': SelfSpeculationKind,
     'shared_layers': SharedLayersKind,
 }
 

@@ -26,10 +26,12 @@ class Drafter(ABC):
     positions the cache covers (``cached``), and catches up before it proposes.
     A lag of at most ``rows_with_proposal`` it makes up while it proposes. One
     that ``copies`` knows by ``match`` where it is of use, and says nothing elsewhere.
+    One that ``bridges`` is for when none that was loaded is there.
     """
 
     rows_with_proposal = 0
     copies = False
+    bridges = False
 
     def __init__(self) -> None:
         self.cached = 0
@@ -79,6 +81,7 @@ class DraftKind(ABC):
     ----------
     slot_free: needs no loaded bytes, hence no residency; never counts against K
     depths: depths of target hidden states it reads
+    stops: depths at which it has the target's passes pause, and go on
 
     """
 
@@ -91,6 +94,7 @@ class DraftKind(ABC):
 
     slot_free = False
     depths: frozenset[int] = frozenset()
+    stops: frozenset[int] = frozenset()
     # Keys that the manifest may give under "options".
     option_names: frozenset[str] = frozenset()
 
