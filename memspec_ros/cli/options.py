@@ -95,7 +95,8 @@ def runtime_options(arguments: argparse.Namespace) -> RuntimeOptions:
         context=arguments.context, max_gamma=arguments.draft_tokens,
         max_branches=arguments.branches, adaptive=not arguments.fixed_draft_length,
         policy=arguments.policy, threads=arguments.threads,
-        settings=Settings(arguments.cache_capacity, arguments.scheduling_interval),
+        settings=Settings(arguments.cache_capacity, arguments.scheduling_interval,
+                          self_speculation=True),
         storage=StorageLimits(arguments.storage_mb_per_sec, arguments.storage_latency_ms,
                               arguments.cold_storage))
 
