@@ -237,7 +237,8 @@ class MemSpecNode(ResponsiveLifecycleNode):
         value = self.parameters
         shared = preflight.shares_system_memory(device)
         model = FootprintModel(bundle, dtype, device, value['weights'],
-                               process.runtime_bytes(dtype, device) if shared else 0)
+                               process.runtime_bytes(dtype, device) if shared else 0,
+                               value['memory.layers_mib'] * MIB)
         budget, min_free = value['memory.budget_mib'] * MIB, value['memory.min_free_mib'] * MIB
         available = preflight.available_bytes(device)
         demand = Demand(value['context.max_tokens'], value['draft.max_tokens'], 0,
@@ -258,6 +259,7 @@ class MemSpecNode(ResponsiveLifecycleNode):
             max_branches=value['draft.max_branches'],
             adaptive=value['draft.adaptive'], policy=value['policy'], ucb_c=value['ucb.c'],
             ucb_per_iteration=value['ucb.per_iteration'], threads=value['threads'],
+            layers_mib=value['memory.layers_mib'],
             settings=_LiveSettings(self))
 
     def _activate(self, state) -> object:

@@ -203,6 +203,9 @@ def test_a_work_directory_belongs_to_one_target(full_bundle, tmp_path, prompts, 
     (('--kind', 'feature', '--features', 'all'), '--features'),
     (('--kind', 'shared_layers', '--depth', '0'), 'depth is 0'),
     (('--kind', 'feature', '--epochs', '0'), '--epochs'),
+    (('--kind', 'self_speculation', '--check', '2'), '--check is 2, expected more than --depth'),
+    (('--kind', 'self_speculation', '--check', '4'), 'exits are after [4, 2] layers'),
+    (('--kind', 'self_speculation', '--rank', '0'), '--rank'),
     (('--kind', 'feature', '--batch', '0'), '--batch'),
     (('--kind', 'feature', '--prompt-tokens', '2'), 'no prompt is left'),
     (('--kind', 'feature', '--domain', 'law'), 'law'),
@@ -232,6 +235,39 @@ def test_independent_drafts_are_directories_of_their_own(full_bundle, tmp_path, 
     assert run(full_bundle, work, prompts('train.jsonl', 4), prompts('eval.jsonl', 1),
                '--kind', 'causal_lm', '--width', '16', '--layers', '1') == 0
     assert 'is there already' in capsys.readouterr().out
+
+
+def test_exits_are_trained_into_the_bundle_and_self_speculate(
+        full_bundle, tmp_path, prompts, capsys):
+    from memspec_ros.runtime.controller import Settings
+    work, train, held_out = tmp_path / 'work', prompts('train.jsonl', 12), prompts('eval.jsonl', 2)
+    exits = ('--kind', 'self_speculation', '--check', '3', '--rank', '8', '--epochs', '8',
+             '--learning-rate', '0.005')
+    assert run(full_bundle, work, train, held_out, *exits) == 0
+    out = capsys.readouterr().out
+    assert 'after 3 layers: code' in out and 'after 2 layers: code' in out
+    bundle = load_bundle(work)
+    assert bundle.self_speculation.options == {'depth': 2, 'check': 3}
+    assert [spec.id for spec in bundle.drafts] == ['lookup']
+    tensors = load_file(work / 'self.safetensors')
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {
+        f'{depth}.{name}': shape for depth in (2, 3) for name, shape in (
+            ('norm', (64,)), ('input_norm', (64,)), ('gate_up', (16, 64)), ('down', (64, 8)))}
+    assert all(tensors[f'{depth}.down'].any() for depth in (2, 3))  # it has learned something
+    runtime = Runtime.open(work, RuntimeOptions(
+        dtype='float32', context=128, adaptive=False,
+        settings=Settings(cache_capacity=0, self_speculation=True)))
+    try:
+        request = runtime.prepare(GenerationRequest('code 9 tells', max_new_tokens=30,
+                                                    ignore_eos=True))
+        last = list(runtime.controller.generate(request))[-1]
+        assert last.stats.drafts['self'].accepted > 0
+    finally:
+        runtime.close()
+    # Drafts made in the same directory later on leave the exits where they are.
+    assert run(full_bundle, work, train, held_out, '--kind', 'shared_layers') == 0
+    again = load_bundle(work)
+    assert again.self_speculation == bundle.self_speculation and len(again.drafts) == 3
 
 
 def test_a_curve_says_what_more_data_brings(full_bundle, tmp_path, prompts, capsys):

@@ -435,3 +435,37 @@ def test_a_runtime_without_drafts_speculates(bundle_maker, exits, greedy):
         assert runtime.controller.residency.used_bytes() == 0
     finally:
         runtime.close()
+
+
+# --- the benchmark ---
+
+def test_the_benchmark(bundle_maker, prompts, tmp_path, monkeypatch, capsys):
+    import json
+
+    from memspec_ros.cli import main
+    monkeypatch.setenv('MEMSPEC_CACHE', str(tmp_path / 'cache'))
+    arguments = ['bench', 'self-speculation', '--prompts', str(prompts), '--bundle',
+                 str(bundle_maker.write()), '--dtype', 'float32', '--max-new-tokens', '12',
+                 '--context', '128', '--draft-tokens', '3', '--fixed-draft-length',
+                 '--threads', '1', '--offload-mib', '0.5', '--storage-mb-per-sec', '50',
+                 '--json', str(tmp_path / 'out.json')]
+    assert main(arguments) == 1
+    assert 'tiny has no exits' in capsys.readouterr().err
+    bundle_maker.add_draft('lookup', 'prompt_lookup')
+    add_exits(bundle_maker, depth=1, check=3)
+    bundle_maker.write()
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    assert '4 of 4 layers in memory' in out and '1 of 4 layers in memory' in out
+    assert '5.08x offloaded' in out
+    result = json.loads((tmp_path / 'out.json').read_text())
+    whole, part = result['parts']
+    for figures in (whole, part):
+        assert figures['outputs_differing_from_plain'] == {'lookup': 0, 'self': 0, 'both': 0}
+        assert set(figures['domains']) == {'general', 'code'}
+        assert 0 < figures['acceptance'] <= 1 and figures['tokens_per_pass'] > 1
+    assert part['plain_tps'] < whole['plain_tps']  # three layers come at the pace of storage
+    # Where a pass is dear, what makes fewer of them is fast.
+    assert part['speed_up']['self'] > 1
+    assert main([*arguments, '--offload-mib', '-1']) == 1
+    assert '--offload-mib is -1' in capsys.readouterr().err

@@ -33,6 +33,7 @@ class Subject:
     device: str
     threads: int
     demand: Demand
+    layers_mib: float = 0.0
 
 
 def measure(subject: Subject) -> dict:
@@ -50,7 +51,8 @@ def measure(subject: Subject) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def open_model(bundle: str, device: str, dtype: str, weights: str) -> FootprintModel:
+def open_model(bundle: str, device: str, dtype: str, weights: str,
+               layers_mib: float = 0.0) -> FootprintModel:
     """
     The footprint of a bundle ('' for the installed one) in this process, as it is here and now.
 
@@ -66,7 +68,8 @@ def open_model(bundle: str, device: str, dtype: str, weights: str) -> FootprintM
     where = choose_device(device)
     what = choose_dtype(dtype, where)
     tokenizer = Tokenizer(opened.tokenizer_path)
-    model = FootprintModel(opened, what, where, weights, process.runtime_bytes(what, where))
+    model = FootprintModel(opened, what, where, weights, process.runtime_bytes(what, where),
+                           int(layers_mib * MIB))
     del tokenizer
     return model
 
@@ -82,14 +85,15 @@ def weigh(subject: Subject) -> dict:
     demand = subject.demand
     if subject.threads:
         torch.set_num_threads(subject.threads)
-    model = open_model(subject.bundle, subject.device, subject.dtype, subject.weights)
+    model = open_model(subject.bundle, subject.device, subject.dtype, subject.weights,
+                       subject.layers_mib)
     footprint = model.of(demand)
     process.reset_peak()
     runtime = Runtime.open(subject.bundle or None, RuntimeOptions(
         device=subject.device, dtype=subject.dtype, weights=subject.weights,
         context=demand.context, max_gamma=demand.gamma, max_branches=demand.branches,
-        adaptive=False, threads=subject.threads,
-        settings=Settings(demand.capacity)))
+        adaptive=False, threads=subject.threads, layers_mib=subject.layers_mib,
+        settings=Settings(demand.capacity, self_speculation=True)))
     try:
         controller = runtime.controller
         _load_largest(controller.residency, model, demand)

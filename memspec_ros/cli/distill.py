@@ -66,14 +66,20 @@ def register(commands) -> None:
     data.add_argument('--output-tokens', type=int, default=160, metavar='TOKENS')
     shape = parser.add_argument_group('draft')
     shape.add_argument('--kind', default='feature',
-                       choices=['feature', 'shared_layers', 'causal_lm'])
+                       choices=['feature', 'shared_layers', 'causal_lm', 'self_speculation'])
     shape.add_argument('--vocabulary', type=int, default=4096, metavar='SIZE',
                        help='tokens of the head all drafts share (default: %(default)s)')
-    shape.add_argument('--depth', type=int, default=2, help='target layers reused')
+    shape.add_argument('--depth', type=int, metavar='LAYERS',
+                       help='target layers reused (default: 2)')
     shape.add_argument('--layers', type=int, default=1, help='own layers')
     shape.add_argument('--features', default='', metavar='L,L,…',
                        help='after which target layers a feature draft reads hidden states '
                             '(default: a third, two thirds, all)')
+    shape.add_argument('--check', type=int, default=0, metavar='DEPTH',
+                       help='self_speculation: after how many layers the exit is that checks '
+                            'what the one after --depth has drafted (default: two thirds of the '
+                            'layers; --depth: a third)')
+    shape.add_argument('--rank', type=int, default=256, help='self_speculation: of each exit')
     shape.add_argument('--width', type=int, default=192, help='of a causal_lm draft')
     training = parser.add_argument_group('training')
     training.add_argument('--epochs', type=float, default=4.0, help='of the base draft')
@@ -104,6 +110,8 @@ def run(arguments: argparse.Namespace) -> int:
     records = job.training_outputs(arguments.prompts, arguments.prompts_per_domain)
     held_out = job.held_out_outputs(arguments.eval_prompts, arguments.eval_per_domain)
     vocabulary = job.vocabulary(records, held_out)
+    if arguments.kind == 'self_speculation':
+        return _train_exits(job, records, held_out, vocabulary)
     # The general draft first: it is what a request without a telling word begins with.
     domains = arguments.domain or sorted({record.domain for record in records},
                                          key=lambda domain: (domain != 'general', domain))
@@ -128,6 +136,20 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _train_exits(job, records, held_out, vocabulary) -> int:
+    """The target has one set of exits, for all domains."""
+    from ..models.bundle import SELF_ID
+    job.announce(records, held_out, {SELF_ID: records})
+    job.think([*records, *held_out])
+    scores = job.draft(SELF_ID, records, held_out, vocabulary, None)
+    for depth, row in zip(job.shape.features, scores):
+        _say(f'\nagreement with the target on held-out outputs, after {depth} layers: '
+             + '  '.join(f'{name} {value:.3f}' for name, value in row.items()))
+    manifest = job.write_exits(held_out)
+    _say(f'\n{job.work} is a bundle that self-speculates now ({manifest.name} written)')
+    return 0
+
+
 def _say(line: str) -> None:
     print(line, flush=True)
 
@@ -135,7 +157,8 @@ def _say(line: str) -> None:
 def _check(arguments: argparse.Namespace) -> None:
     least = {'vocabulary': 2, 'output_tokens': 1, 'prompt_tokens': 2, 'batch': 1, 'samples': 1,
              'own_prompts': 0, 'checkpoint_steps': 1, 'ahead': 1, 'prompts_per_domain': 0,
-             'tokens_per_domain': 0, 'eval_per_domain': 1, 'layers': 1, 'width': 8}
+             'tokens_per_domain': 0, 'eval_per_domain': 1, 'layers': 1, 'width': 8,
+             'check': 0, 'rank': 1}
     for name, value in least.items():
         if getattr(arguments, name) < value:
             raise InvalidRequestError(
@@ -166,8 +189,15 @@ def _shape(arguments: argparse.Namespace, config):
     elif arguments.kind == 'feature':
         third = max(1, config.layers // 3)
         features = tuple(sorted({third, min(2 * third, config.layers), config.layers}))
-    shape = draft_shape(arguments.kind, depth=arguments.depth, layers=arguments.layers,
-                        features=features, width=arguments.width)
+    depth, check = arguments.depth, arguments.check
+    if depth is None:
+        exits = arguments.kind == 'self_speculation'
+        depth = max(1, config.layers // 3) if exits else 2
+        check = check or (2 * config.layers // 3 if exits else 0)
+    if arguments.kind == 'self_speculation' and check and check <= depth:
+        raise InvalidRequestError(f'--check is {check}, expected more than --depth, {depth}')
+    shape = draft_shape(arguments.kind, depth=depth, layers=arguments.layers, features=features,
+                        width=arguments.width, check=check, rank=arguments.rank)
     if problem := shape.problem(config.layers):
         raise InvalidRequestError(f'--kind {arguments.kind}: {problem}')
     return shape

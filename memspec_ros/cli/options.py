@@ -52,6 +52,9 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--weights', default='auto',
                         help="what the target's layers are held as: auto (as the checkpoint has "
                              'them), dense, int8, int4 or library (default: auto)')
+    parser.add_argument('--layers-mib', type=float, default=0.0, metavar='MIB',
+                        help="most memory for the target's layers; the others are read from "
+                             'storage for every pass (default: all in memory)')
     parser.add_argument('--threads', type=int, default=0, help='CPU threads (0: as PyTorch likes)')
     parser.add_argument('--context', type=int, default=2048, metavar='TOKENS',
                         help='most tokens of prompt and output together (default: %(default)s)')
@@ -66,7 +69,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_storage_options(parser: argparse.ArgumentParser) -> None:
-    """At what pace drafts are read: a board's storage on another machine."""
+    """At what pace drafts, and layers in storage, are read: a board's storage elsewhere."""
     parser.add_argument('--storage-mb-per-sec', type=float, metavar='RATE',
                         help='read drafts no faster than that (0: as fast as the storage goes)')
     parser.add_argument('--storage-latency-ms', type=float, metavar='MS',
@@ -83,7 +86,8 @@ def runtime_options(arguments: argparse.Namespace) -> RuntimeOptions:
     from ..runtime.runtime import RuntimeOptions
     from ..runtime.storage import StorageLimits
     check_between(arguments, threads=(0, 256), context=(16, 1 << 20), cache_capacity=(0, 64),
-                  scheduling_interval=(1, 1024), draft_tokens=(0, 16), branches=(0, 16))
+                  scheduling_interval=(1, 1024), draft_tokens=(0, 16), branches=(0, 16),
+                  layers_mib=(0, 1 << 24))
     if arguments.policy not in POLICY_NAMES:
         raise InvalidRequestError(
             f'--policy is {arguments.policy!r}, expected one of {", ".join(POLICY_NAMES)}')
@@ -94,7 +98,7 @@ def runtime_options(arguments: argparse.Namespace) -> RuntimeOptions:
         device=arguments.device, dtype=arguments.dtype, weights=arguments.weights,
         context=arguments.context, max_gamma=arguments.draft_tokens,
         max_branches=arguments.branches, adaptive=not arguments.fixed_draft_length,
-        policy=arguments.policy, threads=arguments.threads,
+        policy=arguments.policy, threads=arguments.threads, layers_mib=arguments.layers_mib,
         settings=Settings(arguments.cache_capacity, arguments.scheduling_interval,
                           self_speculation=True),
         storage=StorageLimits(arguments.storage_mb_per_sec, arguments.storage_latency_ms,

@@ -18,7 +18,7 @@ _LABELS = {
     'kv_cache': 'keys and values', 'hidden_states': "target's hidden states",
     'logits': 'logits', 'activations': 'activations', 'kernels': 'kernels and scratch',
     'shared_head': 'shared head', 'drafts': 'drafts', 'draft_caches': "drafts' caches",
-    'loading': 'a draft being loaded', 'ranker': 'ranker'}
+    'loading': 'a draft being loaded', 'ranker': 'ranker', 'exits': 'exits of the target'}
 
 
 def register(commands) -> None:
@@ -43,6 +43,9 @@ def register(commands) -> None:
     parser.add_argument('--dtype', default='auto', help='auto, bfloat16, float16 or float32')
     parser.add_argument('--weights', default='auto',
                         help="what the target's layers are held as (default: auto)")
+    parser.add_argument('--layers-mib', type=float, default=0.0, metavar='MIB',
+                        help="most memory for the target's layers, the others stay in storage "
+                             '(default: all in memory)')
     parser.add_argument('--branches', type=int, default=4, metavar='TOKENS',
                         help='most second choices verified beside the drafted tokens '
                              '(default: %(default)s)')
@@ -58,12 +61,13 @@ def run(arguments: argparse.Namespace) -> int:
     from ..memory import planner
     from ..memory.footprint import Demand
     from ..models.packing import WEIGHT_KINDS
-    check_between(arguments, budget=(0, 1 << 24), context=(16, 1 << 20), gamma=(0, 16),
+    check_between(arguments, budget=(0, 1 << 24), layers_mib=(0, 1 << 24), context=(16, 1 << 20), gamma=(0, 16),
                   branches=(0, 16), sessions=(1, 64), k=(0, 64), threads=(0, 256))
     if arguments.weights not in WEIGHT_KINDS:
         raise InvalidRequestError(
             f'--weights is {arguments.weights!r}, expected one of {", ".join(WEIGHT_KINDS)}')
-    model = open_model(arguments.bundle, arguments.device, arguments.dtype, arguments.weights)
+    model = open_model(arguments.bundle, arguments.device, arguments.dtype, arguments.weights,
+                       arguments.layers_mib)
     demand = Demand(min(arguments.context, model.most_context), arguments.gamma,
                     min(arguments.k, model.sized_drafts), arguments.sessions, arguments.branches)
     plan = planner.make_plan(model, demand, int(arguments.budget * _MIB))
@@ -73,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.measure:
         result['measured'] = measure(Subject(
             arguments.bundle, arguments.dtype, arguments.weights, arguments.device,
-            arguments.threads, demand))
+            arguments.threads, demand, arguments.layers_mib))
         # Of the same process: its runtime is what it measured itself.
         for figure in ('predicted_peak_mib', 'measured_peak_mib', 'relative_error'):
             result[figure] = result['measured'][figure]

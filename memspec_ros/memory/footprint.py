@@ -22,7 +22,8 @@ from ..models.bundle import Bundle, DraftSpec
 from ..models.drafts.prompt_lookup import DEFAULT_NGRAMS
 from ..models.encoder import locate_encoder
 from ..models.errors import BundleError
-from ..models.llama import SUPPORTED_MODEL_TYPES
+from ..models.llama import LlamaConfig, SUPPORTED_MODEL_TYPES
+from ..models.offload import BUFFERS, layer_bytes, Offload
 from ..models.target import read_config, stored_bytes
 from ..models.weights import Checkpoint
 from .allocator import MIB
@@ -43,7 +44,8 @@ class Footprint:
     drafts: the K largest; draft_caches: their keys and values. kv_cache and
     hidden_states: of all sessions. loading: the file of a draft while it is
     being packed, beside all that decoding takes. layer: one layer of the
-    target, of which there are two copies while the last one is packed.
+    target, of which there are two copies while the last one is packed. exits:
+    of a target that drafts for itself.
     """
 
     weights: int
@@ -59,6 +61,7 @@ class Footprint:
     layer: int
     ranker: int = 0
     runtime: int = 0
+    exits: int = 0
 
     @property
     def needed(self) -> int:
@@ -101,11 +104,12 @@ class FootprintModel:
 
     Reads the sizes once; ``of`` is then cheap enough to search with. ``weights``
     as for ``load_target``; ``runtime``: bytes of the process before it loads.
-    Raises BundleError for a target whose configuration says nothing of use.
+    layers_bytes: most memory for the target's layers, 0 for all of them. Raises
+    BundleError for a target whose configuration says nothing of use.
     """
 
     def __init__(self, bundle: Bundle, dtype: torch.dtype, device: torch.device,
-                 weights: str = 'auto', runtime: int = 0):
+                 weights: str = 'auto', runtime: int = 0, layers_bytes: int = 0):
         self.bundle = bundle
         self.dtype = dtype
         self.device = device
@@ -114,6 +118,10 @@ class FootprintModel:
         most = read_config(bundle.target_path).get('max_position_embeddings')
         self.most_context = most if isinstance(most, int) and most > 0 else 1 << 20
         self.weight_bytes = stored_bytes(bundle.target_path, dtype, device, weights)
+        if layers_bytes:
+            self.weight_bytes -= _left_in_storage(bundle.target_path, dtype, layers_bytes)
+        self._exits = 0 if bundle.self_speculation is None else draft_bytes(
+            bundle, bundle.self_speculation, dtype)
         head_ids = bundle.head_token_ids()
         self.head_bytes = 0 if head_ids is None else (
             len(head_ids) * self.target.hidden * dtype.itemsize)
@@ -145,7 +153,8 @@ class FootprintModel:
             activations=4 * max(PREFILL_CHUNK * shape.row_elements,
                                 *(CATCH_UP_ROWS * self._draft_shapes[d].row_elements
                                   for d in resident), 0) + 4 * rows * positions,
-            shared_head=self.head_bytes if specs else 0,
+            shared_head=self.head_bytes if demand.gamma and self.bundle.drafting else 0,
+            exits=self._exits if demand.gamma else 0,
             drafts=sum(self.draft_bytes[d] for d in resident),
             draft_caches=self._index_bytes(specs, positions) + sum(
                 self.cache_bytes(self.bundle.draft(d), positions) for d in resident),
@@ -256,6 +265,15 @@ class _Shape:
         return self.hidden * (self.qkv + attention + 3 * self.intermediate)
 
 
+def _left_in_storage(directory: Path, dtype: torch.dtype, layers_bytes: int) -> int:
+    """Bytes of layers that are not in memory, less the buffers they pass through."""
+    config = LlamaConfig.from_hf(read_config(directory))
+    resident = Offload(layers_bytes, Path()).resident(config, dtype)
+    if resident == config.layers:
+        return 0
+    return (config.layers - resident - BUFFERS) * layer_bytes(config, dtype)
+
+
 def ranker_bytes(bundle: Bundle) -> int:
     """Bytes a trained ranker takes in memory, with its encoder if it has one."""
     if bundle.ranker_file is None:
@@ -267,7 +285,7 @@ def ranker_bytes(bundle: Bundle) -> int:
 
 
 def draft_bytes(bundle: Bundle, spec: DraftSpec, dtype: torch.dtype) -> int:
-    """Bytes a draft's weights take in memory as ``dtype``; 0 for slot-free drafts."""
+    """Bytes a draft's weights take in memory as ``dtype``; 0 for those without a file."""
     path = bundle.weight_file(spec)
     if path is None:
         return 0

@@ -14,7 +14,7 @@ new ones, H hidden width, D head width, Q query heads, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 import math
 
@@ -300,13 +300,13 @@ class Llama:
     ----------
     config: LlamaConfig
     embedding: Tensor [V, H]
-    layers: list[LayerWeights]
+    layers: the LayerWeights; those beyond ``held_layers`` are read when they are used
     norm: Tensor [H]
     head: Tensor [V, H] (the embedding itself where tied)
 
     """
 
-    def __init__(self, config: LlamaConfig, embedding: Tensor, layers: list[LayerWeights],
+    def __init__(self, config: LlamaConfig, embedding: Tensor, layers: Sequence[LayerWeights],
                  norm: Tensor, head: Tensor, context: int | None = None):
         self.config = config
         self.embedding = embedding
@@ -315,6 +315,11 @@ class Llama:
         self.head = head
         self.rope = Rope(config, min(context or config.max_positions, config.max_positions),
                          embedding.device)
+
+    @property
+    def held_layers(self) -> Sequence[LayerWeights]:
+        """The layers that are in memory: all, or the lowest."""
+        return getattr(self.layers, 'resident', self.layers)
 
     @property
     def device(self) -> torch.device:
@@ -339,12 +344,15 @@ class Llama:
     @classmethod
     def from_state(cls, config: LlamaConfig, state: Mapping[str, Tensor | Matrix],
                    dtype: torch.dtype, device: torch.device, context: int | None = None,
-                   packed: bool = False, weights: str = 'auto') -> Llama:
+                   packed: bool = False, weights: str = 'auto',
+                   place: Callable[..., Sequence[LayerWeights]] | None = None) -> Llama:
         """
         Build from a Hugging Face state dict (names ``model.layers.0.…``).
 
         ``packed`` layers are faster to decode with, but cannot be trained on;
-        ``weights`` says what their matrices are held as (see ``pack``).
+        ``weights`` says what their matrices are held as (see ``pack``). ``place``
+        gets two functions, one that makes the layer of a number and one that packs
+        it, and says where the layers are; by default all are in memory.
         """
 
         def get(name: str) -> Tensor | Matrix | None:
@@ -371,13 +379,20 @@ class Llama:
         table = (config.vocab_size, config.hidden_size)
         name = 'model.embed_tokens.weight'
         embedding = check(name, need(name), table)
-        shapes, layers = layer_shapes(config), []
-        for i in range(config.layers):
+        shapes = layer_shapes(config)
+
+        def make(i: int) -> LayerWeights:
             layer = LayerWeights.from_hf(get, f'model.layers.{i}.')
             for field, tensor in layer.tensors().items():
                 check(f'{field} of layer {i}', tensor, shapes[field])
-            # One after another: two copies of one layer at a time, not of the model.
-            layers.append(layer.packed(weights) if packed else layer)
+            return layer
+
+        def finish(layer: LayerWeights) -> LayerWeights:
+            return layer.packed(weights) if packed else layer
+
+        # One after another: two copies of one layer at a time, not of the model.
+        layers = (place(make, finish) if place is not None
+                  else [finish(make(i)) for i in range(config.layers)])
         norm = check('model.norm.weight', need('model.norm.weight'), (config.hidden_size,))
         head = embedding
         if not config.tied_embeddings:
@@ -417,7 +432,7 @@ def _check_finite(name: str, tensor: Tensor) -> None:
             f'is damaged, or was made for a wider type than {tensor.dtype}')
 
 
-def run_layers(config: LlamaConfig, layers: list[LayerWeights], x: Tensor,
+def run_layers(config: LlamaConfig, layers: Iterable[LayerWeights], x: Tensor,
                keys: Tensor, values: Tensor, start: int,
                rope: tuple[Tensor, Tensor], mask: Tensor | None = None) -> Tensor:
     """Run ``layers`` in turn over x [B, T, H]; see Llama.run_layers."""

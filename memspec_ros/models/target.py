@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import partial
 import json
 import math
 from pathlib import Path
@@ -23,6 +24,7 @@ from .errors import BundleError, UnsupportedModelError
 from .gptq import GptqCheckpoint, GptqSettings
 from .gptq_library import installed_library, load_with_library
 from .llama import LayerWeights, Llama, LlamaConfig, SUPPORTED_MODEL_TYPES
+from .offload import Offload, place_layers
 from .packing import dense, ROUNDED_GROUP
 from .quantized import has_int4, int4_bytes, int8_bytes, kernel_group, Matrix
 from .state import DecodeState, KVCache
@@ -106,13 +108,14 @@ class LlamaTarget(Target):
         self.device = model.device
         self.dtype = model.dtype
         self.weight_bytes = (model.embedding.nbytes + model.norm.nbytes
-                             + sum(layer.bytes for layer in model.layers))
+                             + sum(layer.bytes for layer in model.held_layers)
+                             + getattr(model.layers, 'buffer_bytes', 0))
         if model.head is not model.embedding:
             self.weight_bytes += model.head.nbytes
         # Layers of one model can differ, and matrices of one layer, by what kernels take.
         self.weight_kinds = tuple(sorted({
             matrix.kind if isinstance(matrix, Matrix) else _name(matrix.dtype)
-            for layer in model.layers
+            for layer in model.held_layers
             for matrix in (getattr(layer, name) for name in LayerWeights.MATRICES)}))
 
     def new_state(self, capacity: int, depths: frozenset[int] = frozenset(),
@@ -181,7 +184,7 @@ class LlamaTarget(Target):
 
     def lower_bytes(self, state: DecodeState, depth: int) -> int:
         """Bytes that ``run_lower`` reads: the lowest ``depth`` layers, their keys and values."""
-        return (sum(layer.bytes for layer in self.model.layers[:depth])
+        return (sum(layer.bytes for layer in self.model.held_layers[:depth])
                 + state.kv.position_bytes * state.held * depth // self.layers)
 
     @torch.inference_mode()
@@ -326,26 +329,36 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def load_target(path: Path, dtype: torch.dtype, device: torch.device, context: int,
-                generic: bool = False, packed: bool = True, weights: str = 'auto') -> Target:
+                generic: bool = False, packed: bool = True, weights: str = 'auto',
+                offload: Offload | None = None) -> Target:
     """
     Load the target of directory ``path``: on the lean path where its family has one.
 
     ``packed`` is for decoding; a target to train on must not be. ``weights`` is
     one of packing.WEIGHT_KINDS. On CUDA a GPTQ checkpoint runs through a GPTQ
     library where one is installed, unless ``weights`` asks for something else.
+    ``offload`` leaves layers in storage.
 
     Raises BundleError for missing, truncated or malformed files,
     UnsupportedModelError for models that cannot be decoded rightly.
     """
     raw = read_config(path)
     quantization = quantization_of(path, raw)
-    if raw.get('model_type') in SUPPORTED_MODEL_TYPES and not generic:
+    lean = raw.get('model_type') in SUPPORTED_MODEL_TYPES and not generic
+    if offload is not None and (not lean or quantization or weights not in ('auto', 'dense')):
+        raise UnsupportedModelError(
+            'layers can be left in storage of an unquantised target on the lean path '
+            f'({", ".join(SUPPORTED_MODEL_TYPES)}), with weights auto or dense; keep all layers '
+            'of this one in memory')
+    if lean:
         config = LlamaConfig.from_hf(raw)
         if packed and _wants_library(quantization, weights, device):
             return LlamaTarget(load_with_library(path, config, dtype, device, context))
+        place = None if offload is None else partial(place_layers, config, offload, path, dtype,
+                                                     device)
         with open_weights(path) as checkpoint:
             return LlamaTarget(Llama.from_state(config, checkpoint, dtype, device, context,
-                                                packed, weights))
+                                                packed, weights, place))
     if weights not in ('auto', 'dense'):
         raise UnsupportedModelError(
             f'weights {weights} needs a target on the lean path '

@@ -18,8 +18,9 @@ from ..memory.footprint import draft_bytes
 from ..models.bundle import Bundle, load_bundle
 from ..models.drafts import KINDS
 from ..models.errors import BundleError, InvalidRequestError
+from ..models.offload import Offload
 from ..models.target import load_target, read_config, Target
-from ..models.target_files import locate_target
+from ..models.target_files import cache_directory, locate_target
 from ..models.tokenizer import Tokenizer
 from .controller import Controller, Settings
 from .loader import Loader, STALL_SEC, ThreadLoader
@@ -43,7 +44,8 @@ class RuntimeOptions:
     weights: what the target's layers are held as, of packing.WEIGHT_KINDS.
     max_gamma 0 switches speculation off. max_branches: alternatives to drafted
     tokens verified beside them. threads 0 leaves PyTorch's choice.
-    storage: how draft files are read.
+    layers_mib: most memory for the target's layers, the others are read in
+    every pass; 0 keeps all. storage: how draft files, and such layers, are read.
     """
 
     device: str = 'auto'
@@ -58,6 +60,7 @@ class RuntimeOptions:
     ucb_per_iteration: bool = False
     generic_target: bool = False
     threads: int = 0
+    layers_mib: float = 0.0
     settings: Settings = field(default_factory=Settings)
     storage: StorageLimits = StorageLimits()
 
@@ -147,7 +150,8 @@ class Runtime:
         tell('loading the target', 0.3)
         with allocator.compact():
             target = load_target(directory, dtype, device, options.context,
-                                 options.generic_target, weights=options.weights)
+                                 options.generic_target, weights=options.weights,
+                                 offload=offload_of(options))
         if target.vocab_size < tokenizer.size:
             raise BundleError(f'the target has {target.vocab_size} ids, its tokenizer '
                               f'{tokenizer.size}: they do not belong together')
@@ -217,6 +221,14 @@ class Runtime:
             draft_length.calibrate(rows, statistics.median(measured[1:]))
         engine.state.restart([0])
         engine.state.hold(0)
+
+
+def offload_of(options: RuntimeOptions) -> Offload | None:
+    """Which layers of the target stay in storage, None for none."""
+    if not options.layers_mib:
+        return None
+    return Offload(int(options.layers_mib * allocator.MIB), cache_directory(),
+                   options.storage.limit)
 
 
 def file_store(bundle: Bundle, device: torch.device, limits: StorageLimits) -> Store:

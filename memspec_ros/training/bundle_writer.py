@@ -54,6 +54,22 @@ def lookup_acceptance(records: Iterable[OutputRecord]) -> dict[str, float]:
     return {domain: hits[domain] / total for domain, total in sorted(totals.items()) if total}
 
 
+def write_exits(directory: Path, file: Path, options: Mapping[str, Any], licence: str,
+                provenance: str) -> Path:
+    """
+    Have the bundle of ``directory`` self-speculate with the exits in ``file``, which lies there.
+
+    The manifest is written anew: comments in it are lost. Returns its path.
+    """
+    path = directory / MANIFEST_NAME
+    manifest = yaml.safe_load(path.read_text(encoding='utf-8'))
+    manifest['self_speculation'] = {
+        'path': file.name, 'sha256': file_sha256(file), 'bytes': file.stat().st_size,
+        'licence': licence, 'provenance': provenance, 'options': dict(options)}
+    _write(path, manifest)
+    return path
+
+
 def write_ranker(directory: Path, head: Path, kind: str) -> None:
     """
     Have the bundle of ``directory`` use the ranker in file ``head``, which is copied into it.
@@ -91,6 +107,9 @@ def write_bundle(directory: Path, source: Bundle, head: Path,
     if source.tokenizer is not None:
         manifest['tokenizer'] = {'path': str((source.directory / source.tokenizer).resolve())}
     path = directory / MANIFEST_NAME
+    if path.exists():  # exits trained in this directory serve any drafts
+        made = yaml.safe_load(path.read_text(encoding='utf-8')).get('self_speculation')
+        manifest.update({'self_speculation': made} if made else {})
     _write(path, manifest)
     return path
 

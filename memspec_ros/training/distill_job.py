@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..models.bundle import load_bundle
+from ..models.bundle import load_bundle, MANIFEST_NAME, SELF_ID
 from ..models.errors import InvalidRequestError, MemSpecError
 from ..models.llama import Llama, LlamaConfig
 from ..models.target import open_weights, read_config
@@ -26,10 +26,10 @@ from ..models.target_files import locate_target
 from ..models.tokenizer import Tokenizer
 from ..models.weights import read_tensors
 from ..runtime.runtime import choose_device, stop_ids_of
-from .bundle_writer import draft_entry, lookup_acceptance, write_bundle
+from .bundle_writer import draft_entry, lookup_acceptance, write_bundle, write_exits
 from .distill import agreement, Distillation, DistillOptions, load_training, save_training
 from .further import carry_over, draft_to_continue, mean, shape_of_drafts
-from .lessons import choose_vocabulary, coverage, Lessons, TopShape
+from .lessons import choose_vocabulary, coverage, ExitShape, Lessons, TopShape
 from .outputs import content_key, fill_store, OutputRecord, OutputStore, read_prompts
 from .own_prompts import fill_prompt_file
 from .student import Student, StudentShape
@@ -37,6 +37,7 @@ from .teacher import fingerprint, positions_per_second, TeacherStore, write_whol
 from .tops import read_draft, save_draft, Top
 
 BASE = 'base'
+_FROM_NOTHING = (BASE, SELF_ID)
 _GENERATION_BATCH = 64
 
 Advance = Callable[..., None]
@@ -88,7 +89,7 @@ class DistillJob:
     """
 
     def __init__(self, options: JobOptions,
-                 shape_of: Callable[[LlamaConfig], TopShape | StudentShape],
+                 shape_of: Callable[[LlamaConfig], TopShape | ExitShape | StudentShape],
                  progress: ProgressFactory, say: Callable[[str], None] = print):
         self.options = options
         self.work = Path(options.work)
@@ -246,7 +247,8 @@ class DistillJob:
         missing = self.teacher.missing([*records, *held_out])
         positions = {name: sum(len(r.prompt_ids) + len(r.output_ids) for r in part)
                      for name, part in plan.items() if not self.path(name).exists()}
-        passes = sum(count * (options.epochs if name == BASE else options.domain_epochs)
+        passes = sum(count * (options.epochs if name in _FROM_NOTHING else
+                              options.domain_epochs)
                      for name, count in positions.items())
         if not missing and not passes:
             return
@@ -292,7 +294,8 @@ class DistillJob:
             self._say(f'{path} is there already')
             return json.loads(read_draft(path)[1].get('agreement', '[]'))
         options = DistillOptions(
-            epochs=self.options.epochs if name == BASE else self.options.domain_epochs,
+            epochs=(self.options.epochs if name in _FROM_NOTHING
+                    else self.options.domain_epochs),
             batch=self.options.batch,
             learning_rate=self.options.learning_rate * (1.0 if start is None else 0.75),
             ahead=self.options.ahead if self.shape.kind == 'feature' else 1,
@@ -378,13 +381,29 @@ class DistillJob:
         entries = [draft_entry(
             self.path(domain), self.shape.kind, domain, self.shape.options,
             scores[0] if scores else {}, self.bundle.target.licence,
-            "distilled from the target's own outputs by memspec distill, "
-            f'seed {self.options.seed}; see the metadata of the file')
+            self._provenance)
             for domain, scores in figures.items()]
         if self.options.further:
             entries += carry_over(self.bundle, self.work, figures)
         return write_bundle(self.work, self.bundle, self.work / 'head.safetensors', entries,
                             lookup_acceptance(held_out))
+
+
+    def write_exits(self, held_out: Sequence[OutputRecord]) -> Path:
+        """
+        Have the bundle in the work directory use the exits ``SELF_ID``; its manifest's path.
+
+        Where there is none yet it becomes one, without drafts that have to be loaded.
+        """
+        if not (self.work / MANIFEST_NAME).exists():
+            self.write_bundle({}, held_out)
+        return write_exits(self.work, self.path(SELF_ID), self.shape.options,
+                           self.bundle.target.licence, self._provenance)
+
+    @property
+    def _provenance(self) -> str:
+        return ("distilled from the target's own outputs by memspec distill, "
+                f'seed {self.options.seed}; see the metadata of the file')
 
 
 def take_tokens(records: Sequence[OutputRecord], tokens: int) -> list[OutputRecord]:
