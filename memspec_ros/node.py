@@ -238,7 +238,7 @@ class MemSpecNode(ResponsiveLifecycleNode):
         shared = preflight.shares_system_memory(device)
         model = FootprintModel(bundle, dtype, device, value['weights'],
                                process.runtime_bytes(dtype, device) if shared else 0,
-                               value['memory.layers_mib'] * MIB)
+                               int(value['memory.layers_mib'] * MIB))
         budget, min_free = value['memory.budget_mib'] * MIB, value['memory.min_free_mib'] * MIB
         available = preflight.available_bytes(device)
         demand = Demand(value['context.max_tokens'], value['draft.max_tokens'], 0,

@@ -121,9 +121,9 @@ PARAMETERS: tuple[ParameterSpec, ...] = (
        '[MiB]; 0 = no limit but what is free.', CONFIGURE, 0, 1 << 20),
     _p('memory.min_free_mib', 128, 'Memory to be left free on the machine [MiB].', CONFIGURE,
        0, 1 << 20),
-    _p('memory.layers_mib', 0, "Most memory for the target's layers [MiB]; the others are read "
+    _p('memory.layers_mib', 0.0, "Most memory for the target's layers [MiB]; the others are read "
        'from storage for every pass (docs/self_speculation.md). 0 = all in memory.', CONFIGURE,
-       0, 1 << 20),
+       0.0, 1 << 20),
     _p('context.max_tokens', 2048, 'Most tokens of prompt and output together.', CONFIGURE,
        16, 1 << 20),
     _p('draft.max_tokens', 4, 'Most tokens drafted per iteration; 0 = speculation off.',

@@ -447,7 +447,7 @@ def test_the_benchmark(bundle_maker, prompts, tmp_path, monkeypatch, capsys):
     arguments = ['bench', 'self-speculation', '--prompts', str(prompts), '--bundle',
                  str(bundle_maker.write()), '--dtype', 'float32', '--max-new-tokens', '12',
                  '--context', '128', '--draft-tokens', '3', '--fixed-draft-length',
-                 '--threads', '1', '--offload-mib', '0.5', '--storage-mb-per-sec', '50',
+                 '--threads', '1', '--offload-mib', '0.4', '--storage-mb-per-sec', '50',
                  '--json', str(tmp_path / 'out.json')]
     assert main(arguments) == 1
     assert 'tiny has no exits' in capsys.readouterr().err
