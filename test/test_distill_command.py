@@ -206,6 +206,7 @@ def test_a_work_directory_belongs_to_one_target(full_bundle, tmp_path, prompts, 
     (('--kind', 'self_speculation', '--check', '2'), '--check is 2, expected more than --depth'),
     (('--kind', 'self_speculation', '--check', '4'), 'exits are after [4, 2] layers'),
     (('--kind', 'self_speculation', '--rank', '0'), '--rank'),
+    (('--kind', 'self_speculation', '--continue'), '--continue goes on from drafts'),
     (('--kind', 'feature', '--batch', '0'), '--batch'),
     (('--kind', 'feature', '--prompt-tokens', '2'), 'no prompt is left'),
     (('--kind', 'feature', '--domain', 'law'), 'law'),
@@ -268,6 +269,12 @@ def test_exits_are_trained_into_the_bundle_and_self_speculate(
     assert run(full_bundle, work, train, held_out, '--kind', 'shared_layers') == 0
     again = load_bundle(work)
     assert again.self_speculation == bundle.self_speculation and len(again.drafts) == 3
+    # So do drafts made elsewhere for this bundle's target.
+    other = tmp_path / 'other'
+    assert run(work, other, train, held_out, '--kind', 'shared_layers') == 0
+    carried = load_bundle(other).self_speculation
+    assert (carried.sha256, carried.options) == (
+        again.self_speculation.sha256, again.self_speculation.options)
 
 
 def test_a_curve_says_what_more_data_brings(full_bundle, tmp_path, prompts, capsys):

@@ -19,7 +19,7 @@ from ..models.bundle import SELF_ID
 from ..models.errors import InvalidRequestError
 from ..runtime.controller import Settings
 from ..runtime.runtime import Runtime, RuntimeOptions
-from .race import answer, Answer, choose_prompts, conditions, geometric_mean, race, Tally
+from .race import Answer, answer, choose_prompts, conditions, geometric_mean, race, Tally
 
 # How the paper says it (CATS, 2026; models and boards of its own).
 PAPER = {'offloaded_speed_up': 5.08, 'over_best_rival': 1.45}

@@ -167,6 +167,9 @@ def _check(arguments: argparse.Namespace) -> None:
     if not (arguments.prompts or arguments.own_prompts or arguments.outputs):
         raise InvalidRequestError('nothing to learn from: give --prompts FILE, '
                                   '--own-prompts COUNT or --outputs FILE')
+    if arguments.further and arguments.kind == 'self_speculation':
+        raise InvalidRequestError('--continue goes on from drafts; --kind self_speculation trains '
+                                  'exits anew: leave it out')
     if arguments.curve and not arguments.eval_prompts:
         raise InvalidRequestError('--curve needs --eval-prompts: it shows figures on held-out '
                                   'outputs')

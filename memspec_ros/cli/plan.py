@@ -61,8 +61,9 @@ def run(arguments: argparse.Namespace) -> int:
     from ..memory import planner
     from ..memory.footprint import Demand
     from ..models.packing import WEIGHT_KINDS
-    check_between(arguments, budget=(0, 1 << 24), layers_mib=(0, 1 << 24), context=(16, 1 << 20), gamma=(0, 16),
-                  branches=(0, 16), sessions=(1, 64), k=(0, 64), threads=(0, 256))
+    check_between(arguments, budget=(0, 1 << 24), layers_mib=(0, 1 << 24),
+                  context=(16, 1 << 20), gamma=(0, 16), branches=(0, 16),
+                  sessions=(1, 64), k=(0, 64), threads=(0, 256))
     if arguments.weights not in WEIGHT_KINDS:
         raise InvalidRequestError(
             f'--weights is {arguments.weights!r}, expected one of {", ".join(WEIGHT_KINDS)}')

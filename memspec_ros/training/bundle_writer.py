@@ -107,9 +107,8 @@ def write_bundle(directory: Path, source: Bundle, head: Path,
     if source.tokenizer is not None:
         manifest['tokenizer'] = {'path': str((source.directory / source.tokenizer).resolve())}
     path = directory / MANIFEST_NAME
-    if path.exists():  # exits trained in this directory serve any drafts
-        made = yaml.safe_load(path.read_text(encoding='utf-8')).get('self_speculation')
-        manifest.update({'self_speculation': made} if made else {})
+    if exits := _exits(directory, source):
+        manifest['self_speculation'] = exits
     _write(path, manifest)
     return path
 
@@ -119,6 +118,23 @@ def write_bare_bundle(directory: Path, target: Mapping[str, Any]) -> None:
     _write(directory / MANIFEST_NAME,
            {'format': FORMAT, 'name': target['name'].lower(), 'target': dict(target),
             'drafts': [_lookup_entry({})], 'ranker': {'kind': 'domain_words'}})
+
+
+def _exits(directory: Path, source: Bundle) -> dict[str, Any] | None:
+    """Exits trained in the directory, else those of the source: they serve any drafts."""
+    path, spec = directory / MANIFEST_NAME, source.self_speculation
+    made = (yaml.safe_load(path.read_text(encoding='utf-8')).get('self_speculation')
+            if path.exists() else None)
+    if made or spec is None:
+        return made
+    entry = {'licence': spec.licence, 'provenance': spec.provenance, 'options': spec.options}
+    if spec.path is not None:
+        file = source.weight_file(spec)
+        if (directory / file.name).exists():
+            return None  # of a training that has just ended: its entry is still to come
+        shutil.copyfile(file, directory / file.name)
+        entry.update(path=file.name, sha256=spec.sha256, bytes=spec.bytes)
+    return entry
 
 
 def _lookup_entry(acceptance: Mapping[str, float]) -> dict[str, Any]:
