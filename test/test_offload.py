@@ -181,7 +181,7 @@ def test_layers_that_vanish_or_are_damaged_end_the_request_and_no_more(
             assert last.finish is Finish.LENGTH and ids == greedy(request.prompt_ids, 24)
     finally:
         runtime.close()
-    assert not [t for t in threading.enumerate() if t.name == 'memspec-layers' and not t.daemon]
+    assert not [t for t in threading.enumerate() if t.name == 'memspec-layers']
 
 
 def test_files_of_layers_are_made_once_and_belong_to_the_weights(model_dirs, config, tmp_path):

@@ -93,6 +93,10 @@ class StreamedLayers(Sequence):
         self._stream = stream
         self.buffer_bytes = stream.buffer_bytes
 
+    def close(self) -> None:
+        """Read no more: a read in flight is given up and waited for."""
+        self._stream.stop()
+
     def __len__(self) -> int:
         return self._count
 

@@ -24,7 +24,7 @@ from .errors import BundleError, UnsupportedModelError
 from .gptq import GptqCheckpoint, GptqSettings
 from .gptq_library import installed_library, load_with_library
 from .llama import LayerWeights, Llama, LlamaConfig, SUPPORTED_MODEL_TYPES
-from .offload import Offload, place_layers
+from .offload import Offload, place_layers, StreamedLayers
 from .packing import dense, ROUNDED_GROUP
 from .quantized import has_int4, int4_bytes, int8_bytes, kernel_group, Matrix
 from .state import DecodeState, KVCache
@@ -84,6 +84,9 @@ class Target(ABC):
         commit them: the caller decides with ``state.hold`` how many stay.
         """
 
+    def close(self) -> None:  # noqa: B027 (most have nothing to end)
+        """End what reads in the background."""
+
     def step_bytes(self, state: DecodeState) -> int:
         """
         Bytes that a one-row step on ``state`` reads, however well it is written.
@@ -131,6 +134,10 @@ class LlamaTarget(Target):
                                      device=self.device)
                   for depth in depths | {self.layers}}
         return DecodeState(kv, hidden, capacity)
+
+    def close(self) -> None:
+        if isinstance(self.model.layers, StreamedLayers):
+            self.model.layers.close()
 
     @torch.inference_mode()
     def forward(self, state: DecodeState, tokens: list[int], last_only: bool = False,

@@ -202,6 +202,8 @@ class Runtime:
     def close(self) -> None:
         """End the loader thread and let go of all weights."""
         self._loader.close()
+        if self.target is not None:
+            self.target.close()
         self.controller = self.target = None
 
     def warm_up(self) -> None:
