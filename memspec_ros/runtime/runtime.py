@@ -193,6 +193,15 @@ class Runtime:
         return replace(prepare(request, self.tokenizer, self.options.context,
                                self.controller.clock()), session=session)
 
+    def give_back(self) -> None:
+        """
+        Return memory that nothing uses at present to the system; any thread.
+
+        After much was freed in small pieces this takes tens of milliseconds.
+        """
+        self._loader.give_back()
+        allocator.trim()
+
     def close(self) -> None:
         """End the loader thread and let go of all weights."""
         self._loader.close()
