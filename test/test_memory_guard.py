@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 
-from fakes import Bench, FakeDrafter, FakeKind, counting
+from fakes import Bench, counting, FakeDrafter, FakeKind
 import pytest
 import torch
 

@@ -3,7 +3,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+from pathlib import Path
 import re
+import subprocess
+import sys
+import time
 
 import pytest
 
@@ -78,6 +84,11 @@ def memory(node, arrays, condition=lambda values: True, what='diagnostics of mem
     return node.peer.wait(newest, what)
 
 
+def held(message: Residency) -> list[str]:
+    return [draft.id for draft in message.drafts if draft.bytes
+            and draft.state in (DraftResidency.READY, DraftResidency.LOADING)]
+
+
 def test_under_pressure_it_gives_up_in_order_and_recovers(watched, system):
     node, already = watched, len(watched.log)
     for session in ('one', 'two'):
@@ -86,7 +97,7 @@ def test_under_pressure_it_gives_up_in_order_and_recovers(watched, system):
     length = min(LONG, max(400, int(RUNNING_SEC * alone.stats.tokens_per_sec)))
     with node.peer.listen(DiagnosticArray, '/diagnostics') as arrays, \
             node.peer.listen(Residency, f'{node.fqn}/residency') as residency:
-        level, _, values = memory(node, arrays, lambda v: v['sessions'] == 2 or v['sessions'] == 1)
+        level, _, values = memory(node, arrays, lambda v: v['sessions'])
         assert level == DiagnosticStatus.OK and values['pressure_level'] == Level.NORMAL
         running = node.submit(max_new_tokens=length).request_id
         node.running(running)
@@ -108,18 +119,18 @@ def test_under_pressure_it_gives_up_in_order_and_recovers(watched, system):
         assert ended.status.code == Status.LENGTH and len(ended.token_ids) == length
         assert ended.token_ids[:200] == alone.token_ids
         # Nobody is served by the last draft either.
-        node.peer.wait(lambda: residency and not [
-            draft for draft in residency[-1].drafts
-            if draft.bytes and draft.state != DraftResidency.ABSENT], 'no draft')
+        node.peer.wait(lambda: residency and not held(residency[-1]), 'no draft')
         system.available(PLENTY)
         level, message, values = memory(node, arrays, lambda v: not v['pressure_level'],
                                         'recovery')
         assert level == DiagnosticStatus.OK and 'gamma_limit' not in values
         answer = node.generate(max_new_tokens=400)
         assert answer.status.code == Status.LENGTH and answer.stats.drafted_tokens
-        node.peer.wait(lambda: residency[-1].capacity == 3 and len([
-            draft for draft in residency[-1].drafts
-            if draft.bytes and draft.state == DraftResidency.READY]) == 3, 'all drafts')
+
+        def all_there():
+            node.generate(max_new_tokens=40)
+            return residency[-1].capacity == 3 and len(held(residency[-1])) == 3
+        node.peer.wait(all_there, 'all drafts')
     # Each change is in the log once.
     said = node.log[already:]
     short = re.findall(r'memory is short: .*; given up: (.*)', said)
@@ -140,3 +151,87 @@ def test_the_limit_can_be_moved_while_it_runs(watched, system):
         assert watched.set(memory__min_free_mib=100, memory__recover_sec=0)[0].successful
         memory(watched, arrays, lambda v: not v['pressure_level'], 'recovery')
     assert watched.generate(max_new_tokens=8).status.code == Status.LENGTH
+
+
+# --- another process that takes the memory ---
+
+LIMIT_MIB = 1600
+HOG = """
+import sys
+size = int(sys.stdin.readline())
+held = bytearray(b'x') * size
+print('held', flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.fixture
+def group():
+    """Provide a control group with a limit, in the one that this process is in."""
+    for line in Path('/proc/self/cgroup').read_text().splitlines():
+        _, controllers, path = line.split(':', 2)
+        if controllers not in ('', 'memory'):
+            continue
+        version_1 = controllers == 'memory'
+        mount = Path('/sys/fs/cgroup', 'memory' if version_1 else '')
+        made = mount / path.strip('/') / f'memspec-test-{os.getpid()}'
+        try:
+            made.mkdir()
+        except OSError:
+            continue
+        try:
+            name = 'memory.limit_in_bytes' if version_1 else 'memory.max'
+            (made / name).write_text(str(LIMIT_MIB << 20))
+        except OSError:
+            made.rmdir()
+            continue
+        yield made
+        for _ in range(100):
+            with contextlib.suppress(OSError):  # processes that end are in it for a moment
+                made.rmdir()
+                return
+            time.sleep(0.1)
+        raise AssertionError(f'{made} is still in use')
+    pytest.skip('no control group with a memory limit can be made here')
+
+
+@pytest.mark.slow
+def test_a_process_that_takes_the_memory_in_mid_run(start_node, group):
+    """In a control group that holds both: nothing is simulated but the size of the machine."""
+    def join(process):
+        (group / 'cgroup.procs').write_text(str(process.pid))
+
+    node = start_node(yaml_parameters={
+        'cache_capacity': 3, 'draft.adaptive': False, 'memory.min_free_mib': 300,
+        'memory.recover_sec': CALM_SEC})
+    hog = None
+    try:
+        join(node.process)
+        node.bring_to('active')
+        with node.peer.listen(DiagnosticArray, '/diagnostics') as arrays:
+            free = memory(node, arrays)[2]['available_mib']
+            assert 300 < free < LIMIT_MIB, f'{free} MiB of {LIMIT_MIB}'
+            running = node.occupy()
+            hog = subprocess.Popen([sys.executable, '-c', HOG], stdin=subprocess.PIPE,
+                                   stdout=subprocess.PIPE, text=True)
+            join(hog)
+            hog.stdin.write(f'{int(free - 120) << 20}\n')
+            hog.stdin.flush()
+            assert hog.stdout.readline() == 'held\n'
+            level, message, values = memory(node, arrays, lambda v: v['requests_refused'],
+                                            'refused requests')
+            assert level == DiagnosticStatus.ERROR and '(control group)' in message
+            assert node.generate().status.code == Status.OUT_OF_MEMORY
+            assert node.result(running).status.code in (Status.RUNNING, Status.LENGTH)
+            assert node.alive
+            hog.kill()
+            hog.wait()
+            memory(node, arrays, lambda v: not v['pressure_level'], 'recovery')
+            node.cancel()
+            assert node.generate(max_new_tokens=8).status.code == Status.LENGTH
+        node.ended_cleanly()
+    finally:
+        node.kill()
+        if hog is not None:
+            hog.kill()
+            hog.wait()

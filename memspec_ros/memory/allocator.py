@@ -49,7 +49,7 @@ def give_back() -> None:
 
 
 def trim() -> None:
-    """Return freed memory to the system, without looking for garbage first: some milliseconds."""
+    """Return freed memory to the system, without looking for garbage first."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
     with contextlib.suppress(OSError, AttributeError):  # another C library has no such call
