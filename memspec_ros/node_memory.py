@@ -111,19 +111,26 @@ class NodeMemory:
         changed = guard.check(self._gauge.read())
         if changed:
             self._log(guard)
-        if not guard.pressed:
-            return
+        # A running request gives a draft up after the check that wants it: the next one returns
+        # what was freed.
+        freed, self._freed = self._freed, (guard.pressed and changed
+                                           and guard.level <= Level.DRAFTS)
+        if worker.running is not None:
+            if freed:
+                runtime.give_back()
+        elif freed or guard.pressed and (changed or self._too_many(runtime)):
+            worker.between(lambda: self._settle(runtime))
 
-        def settle() -> None:
-            runtime.controller.settle()
-            runtime.give_back()
+    @staticmethod
+    def _too_many(runtime: Runtime) -> bool:
+        controller = runtime.controller
+        allowed = controller.capacity if controller.limits.requests else 0
+        return len(controller.residency.resident) > allowed
 
-        if worker.running is None:
-            worker.between(settle)
-        elif self._freed:
-            # What the last check had given up has been freed since.
-            runtime.give_back()
-        self._freed = changed and guard.level <= Level.DRAFTS
+    @staticmethod
+    def _settle(runtime: Runtime) -> None:
+        runtime.controller.settle()
+        runtime.give_back()
 
     def _log(self, guard: MemoryGuard) -> None:
         given = ', '.join(guard.given_up)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 from pathlib import Path
 import shutil
@@ -47,6 +48,22 @@ def replace(file: Path, text: str) -> None:
     file.write_text(text)
 
 
+NORM = 'model.layers.1.input_layernorm.weight'
+
+
+def spoil(tensor):
+    tensor[3] = math.nan
+    return tensor
+
+
+def rewrite(file: Path, name: str, change) -> None:
+    """Change one tensor of a weight file, or take it away."""
+    from safetensors.torch import load_file, save_file
+    tensors = load_file(file)
+    tensor = tensors.pop(name)
+    save_file({**tensors, **({name: change(tensor)} if change else {})}, file)
+
+
 # What is done to a good bundle, and what the reason must name.
 FAULTS = {
     'no directory': (shutil.rmtree, ['no such file']),
@@ -73,6 +90,10 @@ FAULTS = {
     'target is a web page': (
         lambda d: replace(d / 'target' / 'model.safetensors', '<!DOCTYPE html>' * 100),
         ['model.safetensors']),
+    'target holds NaN': (lambda d: rewrite(d / 'target' / 'model.safetensors', NORM, spoil),
+                         [NORM, 'no numbers']),
+    'target lacks a tensor': (lambda d: rewrite(d / 'target' / 'model.safetensors', NORM, None),
+                              [NORM, 'missing']),
     'target not the one': (
         lambda d: manifest(d, lambda m: m['target'].update(
             sha256={'model.safetensors': '0' * 64})), ['model.safetensors', 'sha256']),
