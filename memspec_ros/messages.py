@@ -9,7 +9,11 @@ from rclpy.qos import DurabilityPolicy, HistoryPolicy, QoSProfile, ReliabilityPo
 
 from .decoding.sampling import NUMBERS, Sampling
 from .decoding.stats import GenerationStats as Stats
-from .models.errors import ContextOverflowError, InvalidRequestError
+from .models.errors import (
+    ContextOverflowError,
+    InsufficientMemoryError,
+    InvalidRequestError,
+)
 from .msg import (
     DraftCount,
     DraftInfo,
@@ -82,6 +86,8 @@ def refusal(error: Exception) -> GenerationStatus:
     """Status of a request that was not accepted."""
     if isinstance(error, QueueFullError):
         return status(GenerationStatus.QUEUE_FULL, str(error))
+    if isinstance(error, InsufficientMemoryError):
+        return status(GenerationStatus.OUT_OF_MEMORY, str(error))
     if isinstance(error, ContextOverflowError):
         return status(GenerationStatus.CONTEXT_OVERFLOW, str(error))
     if isinstance(error, InvalidRequestError):

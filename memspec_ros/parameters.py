@@ -31,6 +31,7 @@ from .models.packing import WEIGHT_KINDS
 from .runtime.policies import POLICY_NAMES
 
 LIVE = 'live: at the next scheduling interval'
+WATCH = 'live: twice a second'
 REQUEST = 'with the next request'
 CONFIGURE = 'only while unconfigured'
 START = 'only at start'
@@ -119,8 +120,13 @@ PARAMETERS: tuple[ParameterSpec, ...] = (
        'not every scheduling_interval.', CONFIGURE),
     _p('memory.budget_mib', 0, 'Most memory the node may take, its libraries included '
        '[MiB]; 0 = no limit but what is free.', CONFIGURE, 0, 1 << 20),
-    _p('memory.min_free_mib', 128, 'Memory to be left free on the machine [MiB].', CONFIGURE,
-       0, 1 << 20),
+    _p('memory.min_free_mib', 128, 'Memory to be left free on the machine [MiB]; below it the '
+       'node gives back what it can spare: see docs/memory.md.', WATCH, 0, 1 << 20),
+    _p('memory.stall_percent', 10.0, 'Share of the time in which programs wait for memory (PSI, '
+       'some avg10) from which on the node gives memory back [%]; 0 = never mind.', WATCH,
+       0.0, 100.0),
+    _p('memory.recover_sec', 10.0, 'Time without pressure after which one thing that was given '
+       'up is taken back [s].', WATCH, 0.0, 3600.0),
     _p('context.max_tokens', 2048, 'Most tokens of prompt and output together.', CONFIGURE,
        16, 1 << 20),
     _p('draft.max_tokens', 4, 'Most tokens drafted per iteration; 0 = speculation off.',

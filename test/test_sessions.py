@@ -12,6 +12,7 @@ import torch
 from memspec_ros.decoding.engine import CATCH_UP_ROWS
 from memspec_ros.models.state import ParkedState
 from memspec_ros.runtime.controller import Settings
+from memspec_ros.runtime.memory_guard import Limits
 from memspec_ros.runtime.requests import Finish, PreparedRequest
 from memspec_ros.runtime.runtime import Runtime, RuntimeOptions
 from memspec_ros.runtime.sessions import SessionStore
@@ -115,6 +116,15 @@ def test_pressure_forgets_conversations_and_answers_stay_right(controller, greed
     prompt = [*texts['b'], 7, 8]
     output, stats = ask(controller, prompt, 'b')
     assert output == greedy(prompt, NEW) and stats.cached_tokens == len(texts['b']) - 1
+
+
+def test_nothing_is_kept_while_memory_is_short(controller, greedy):
+    controller.limits = Limits(sessions=False)
+    try:
+        assert all(stats.cached_tokens <= 1 for *_, stats in talk(controller, 2, greedy))
+        assert len(controller.sessions) == 0
+    finally:
+        controller.limits = Limits()
 
 
 @pytest.mark.parametrize('lost', [False, True])

@@ -107,21 +107,27 @@ class Checkpoint(Mapping):
         self._files = []
 
     def __getitem__(self, name: str) -> Tensor:
+        shape = self._entries[name][3]['shape']
+        return self.values_of(name, 0, math.prod(shape)).view(shape)
+
+    def values_of(self, name: str, first: int, count: int) -> Tensor:
+        """``count`` values of a tensor from the ``first`` on: [count]."""
         path, file, base, entry = self._entries[name]
-        first, last = entry['data_offsets']
-        buffer = torch.empty(last - first, dtype=torch.uint8)
+        dtype = _DTYPES[entry['dtype']]
+        buffer = torch.empty(count * dtype.itemsize, dtype=torch.uint8)
         view = memoryview(buffer.numpy())
+        start = entry['data_offsets'][0] + first * dtype.itemsize
         try:
-            file.seek(base + first)
+            file.seek(base + start)
             done = 0
             while done < len(view):
-                count = file.readinto(view[done:done + CHUNK_BYTES])
-                if not count:
+                read = file.readinto(view[done:done + CHUNK_BYTES])
+                if not read:
                     raise BundleError(f'{path}: ended within tensor {name}')
-                done += count
+                done += read
         except OSError as error:
             raise BundleError(f'{path}: {error.strerror or error}') from error
-        return buffer.view(_DTYPES[entry['dtype']]).view(entry['shape'])
+        return buffer.view(dtype)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)

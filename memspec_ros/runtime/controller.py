@@ -22,6 +22,7 @@ from ..decoding.verification import agreement
 from ..models.drafts import Drafter
 from ..models.state import Branching
 from ..models.tokenizer import Tokenizer
+from .memory_guard import Limits
 from .policies import Plan, Policy
 from .ranking import Acceptance, RankingContext
 from .requests import Chunk, Finish, PreparedRequest
@@ -94,7 +95,8 @@ class Controller:
     """
     Answers one request at a time over an Engine and a Residency.
 
-    Used by one thread; ``settings`` may be changed by others.
+    Used by one thread; ``settings`` may be changed by others, and ``limits`` be replaced:
+    what memory allows at present, below what the settings ask for.
     """
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, residency: Residency,
@@ -107,6 +109,7 @@ class Controller:
         self.draft_length = draft_length
         self.settings = settings
         self.stop_ids = stop_ids
+        self.limits = Limits()
         self.sessions = SessionStore()
         # Whose conversation the engine's buffers hold.
         self._session = ''
@@ -162,6 +165,20 @@ class Controller:
             self.active = self.desired = ''
         yield self._last(turn, finish, message, Chunk(seq, '', []))
 
+    @property
+    def capacity(self) -> int:
+        """K in force."""
+        return min(self.settings.cache_capacity, self.limits.drafts)
+
+    def settle(self) -> None:
+        """
+        Between requests: bring the drafts down to what the limits allow.
+
+        Where no request is taken the last one goes too: nobody would be served by it.
+        """
+        self.residency.poll()
+        self.residency.set_capacity(self.capacity if self.limits.requests else 0)
+
     def reset(self) -> None:
         """Forget drafts and conversations: the next request starts cold."""
         self.residency.clear()
@@ -196,7 +213,8 @@ class Controller:
         state, before = self.engine.state, self._session
         # Taken first: its room is free for the one that goes.
         parked = self.sessions.take(session) if session else None
-        if before and state.held and self.sessions.make_room(state.held_bytes):
+        if (before and state.held and self.limits.sessions
+                and self.sessions.make_room(state.held_bytes)):
             self.sessions.put(before, state.park())
         self._session = session
         if parked is not None:
@@ -233,6 +251,7 @@ class Controller:
             self._schedule(turn, first=False)
         self._warm(turn)
         draft, drafter, gamma = self._drafting(turn)
+        gamma = min(gamma, self.limits.gamma)
         # A draft that is still catching up was not asked, and has not failed to answer.
         cold = drafter is not None and drafter.lag(self.engine.state) > CATCH_UP_ROWS
         limit = turn.request.max_new_tokens - len(turn.output.token_ids)
@@ -294,7 +313,7 @@ class Controller:
     def _branching(self, draft: str, gamma: int) -> Branching | None:
         """Whether and how a draft may name alternatives to what it proposes."""
         most = self.engine.max_branches
-        if not most or not gamma:
+        if not most or not gamma or self.limits.gamma < self.engine.max_gamma:
             return None
         adaptive = self.draft_length.adaptive
         return Branching(most, self.draft_length.worth_of_row(draft, gamma) if adaptive else 0.0)
@@ -305,8 +324,8 @@ class Controller:
         self._judge_probes(turn)
         self._look(turn, first)
         turn.plan = plan = self._plan(turn)
-        if self.settings.cache_capacity != self.residency.capacity:
-            self.residency.set_capacity(self.settings.cache_capacity, turn.active or None)
+        if self.capacity != self.residency.capacity:
+            self.residency.set_capacity(self.capacity, turn.active or None)
         if self.settings.speculate:
             self._replace_only_resident(turn, plan)
             self.residency.update(plan.ranked, turn.active or None, plan.working_set,

@@ -18,6 +18,7 @@ from ..memory.footprint import draft_bytes
 from ..models.bundle import Bundle, load_bundle
 from ..models.drafts import KINDS
 from ..models.errors import BundleError, InvalidRequestError
+from ..models.fingerprint import strangers
 from ..models.target import load_target, read_config, Target
 from ..models.target_files import locate_target
 from ..models.tokenizer import Tokenizer
@@ -193,6 +194,11 @@ class Runtime:
         return replace(prepare(request, self.tokenizer, self.options.context,
                                self.controller.clock()), session=session)
 
+    def give_back(self) -> None:
+        """Return memory that nothing uses at present to the system; any thread."""
+        self._loader.give_back()
+        allocator.trim()
+
     def close(self) -> None:
         """End the loader thread and let go of all weights."""
         self._loader.close()
@@ -218,11 +224,16 @@ class Runtime:
 
 
 def file_store(bundle: Bundle, device: torch.device, limits: StorageLimits) -> Store:
-    """The bundle's weight files, read into slots on ``device`` at the pace of ``limits``."""
+    """
+    The bundle's weight files, read into slots on ``device`` at the pace of ``limits``.
+
+    Drafts made for another target fail to load, with that as the reason.
+    """
     files = {spec.id: (bundle.weight_file(spec), spec.sha256)
              for spec in bundle.drafts if spec.path}
     largest = max((spec.bytes for spec in bundle.drafts if spec.path), default=0)
-    return limits.limit(FileStore(files, slots_for(device, largest), limits.cold))
+    return limits.limit(FileStore(files, slots_for(device, largest), limits.cold,
+                                  strangers(bundle)))
 
 
 def stop_ids_of(directory: Path, tokenizer: Tokenizer) -> frozenset[int]:
