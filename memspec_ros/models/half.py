@@ -38,8 +38,9 @@ class HalfMatrix(Matrix):
         self._packed = torch.ops.quantized.linear_prepack_fp16(weight.float(), None)
 
     def multiply(self, x: Tensor) -> Tensor:
-        result = torch.ops.quantized.linear_dynamic_fp16(x.float(), self._packed)
-        return result.to(x.dtype)
+        rows = x.reshape(-1, x.shape[-1]).float()
+        result = torch.ops.quantized.linear_dynamic_fp16(rows, self._packed)
+        return result.to(x.dtype).view(*x.shape[:-1], -1)
 
 
 def half(weight: Tensor) -> Matrix | None:

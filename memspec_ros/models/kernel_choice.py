@@ -48,7 +48,8 @@ def half_pays(dtype: torch.dtype, device: torch.device,
 
 @lru_cache
 def _remembered(dtype: torch.dtype, threads: int, file: Path, other) -> bool:
-    key = f'{processor()} | torch {torch.__version__} | {threads} threads | {dtype}'
+    key = (f'{processor() or platform.machine()} | {torch.backends.cpu.get_cpu_capability()} | '
+           f'torch {torch.__version__} | {threads} threads | {dtype}')
     known = _read(file)
     if not isinstance(known.get(key), bool):
         known[key] = measure(dtype, other)
@@ -78,14 +79,13 @@ def measure(dtype: torch.dtype, other) -> bool:
 
 
 def processor() -> str:
-    """Name of the processor, and what PyTorch makes of it."""
-    name = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError):
-        for line in Path('/proc/cpuinfo').read_text().splitlines():
-            if line.startswith('model name'):
-                name = line.partition(':')[2].strip()
-                break
-    return f'{name}, {torch.backends.cpu.get_cpu_capability()}'
+    """Model name of the CPU, '' where the system does not say."""
+    try:
+        lines = Path('/proc/cpuinfo').read_text().splitlines()
+    except OSError:
+        return ''
+    names = [line.partition(':')[2].strip() for line in lines if line.startswith('model name')]
+    return names[0] if names else ''
 
 
 def _read(file: Path) -> dict:

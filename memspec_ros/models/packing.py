@@ -111,13 +111,18 @@ def pack(weight: Tensor | Matrix, kind: str = 'dense') -> Tensor | Matrix:
                 f'a matrix of {weight.shape[0]} x {weight.shape[1]} in {weight.dtype} fits no '
                 f'INT4 kernel on {weight.device.type}; use weights auto')
         return round_to_int4(weight, group)
-    if kind == 'auto' and half_pays(weight.dtype, weight.device, _multiplier):
+    if kind == 'auto' and prefers_half(weight.dtype, weight.device):
         held = half(weight)
         if held is not None:
             return held
     if weight.device.type != 'cpu' or not _available(weight.dtype):
         return weight
     return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _ROWS)
+
+
+def prefers_half(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether matrices of ``dtype`` are best held for FBGEMM on ``device``."""
+    return half_pays(dtype, device, _multiplier)
 
 
 def _multiplier(weight: Tensor) -> Callable[[Tensor], Tensor]:

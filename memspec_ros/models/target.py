@@ -23,7 +23,7 @@ from .errors import BundleError, UnsupportedModelError
 from .gptq import GptqCheckpoint, GptqSettings
 from .gptq_library import installed_library, load_with_library
 from .llama import Llama, LlamaConfig, SUPPORTED_MODEL_TYPES
-from .packing import dense, ROUNDED_GROUP
+from .packing import dense, prefers_half, ROUNDED_GROUP
 from .quantized import has_int4, int4_bytes, int8_bytes, kernel_group
 from .state import DecodeState, KVCache
 from .transformers_lm import build_skeleton, decoder_layers, TransformersLM
@@ -269,21 +269,27 @@ def open_weights(path: Path) -> Checkpoint | GptqCheckpoint:
 def stored_bytes(path: Path, dtype: torch.dtype, device: torch.device,
                  weights: str = 'auto') -> int:
     """Bytes that the weights of ``path`` take once loaded, computed from shapes alone."""
-    total = 0
+    total, vectors, plain = 0, 0, True
     with open_weights(path) as checkpoint:
         for name in checkpoint:
             shape = checkpoint.shape(name)
             size = math.prod(shape) * dtype.itemsize
-            if '.layers.' in name and len(shape) == 2:
+            if len(shape) == 1:
+                vectors += math.prod(shape)
+            elif '.layers.' in name:
                 group = (checkpoint.int4_group(name) if isinstance(checkpoint, GptqCheckpoint)
                          else kernel_group(shape[1], ROUNDED_GROUP) if weights == 'int4'
                          else None)
                 if weights == 'int8':
-                    size = int8_bytes(*shape)
+                    size, plain = int8_bytes(*shape), False
                 elif (group is not None and weights != 'dense'
                       and has_int4(device, dtype, shape[0])):
-                    size = int4_bytes(*shape, group, dtype)
+                    size, plain = int4_bytes(*shape, group, dtype), False
             total += size
+    if (plain and weights == 'auto' and prefers_half(dtype, device)
+            and read_config(path).get('model_type') in SUPPORTED_MODEL_TYPES):
+        # Matrices that are multiplied in float32 have their vectors in it.
+        total += vectors * (torch.float32.itemsize - dtype.itemsize)
     return total
 
 
