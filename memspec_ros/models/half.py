@@ -13,6 +13,7 @@ with these weights. A row's sums do not depend on the rows beside it.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import torch
@@ -45,10 +46,24 @@ class HalfMatrix(Matrix):
 
 def half(weight: Tensor) -> Matrix | None:
     """The matrix [out, in] for FBGEMM, or None where that cannot hold it."""
-    if not (has_half(weight.device, weight.dtype) and float(weight.abs().max()) <= _MOST):
+    if not has_half(weight.device, weight.dtype):
         return None
-    rows = max(1, _BLOCK_ELEMENTS // (weight.shape[1] * _ROW_MULTIPLE)) * _ROW_MULTIPLE
-    parts = [HalfMatrix(part) for part in weight.split(rows)]
+    return half_of(weight.shape, lambda rows: weight[rows.start:rows.stop])
+
+
+def half_of(shape: Sequence[int], read: Callable[[range], Tensor]) -> Matrix | None:
+    """
+    A matrix [out, in] of which ``read`` gives rows: it need not be in memory whole.
+
+    None where values are no numbers, or too large.
+    """
+    step = max(1, _BLOCK_ELEMENTS // (shape[1] * _ROW_MULTIPLE)) * _ROW_MULTIPLE
+    parts = []
+    for first in range(0, shape[0], step):
+        part = read(range(first, min(first + step, shape[0])))
+        if not float(part.abs().max()) <= _MOST:
+            return None
+        parts.append(HalfMatrix(part))
     return parts[0] if len(parts) == 1 else StackedMatrix(parts)
 
 

@@ -23,10 +23,11 @@ from torch import Tensor
 import torch.nn.functional as F
 
 from .errors import UnsupportedModelError
-from .half import HalfMatrix
-from .packing import dense, fuse, linear, pack
+from .gptq import GptqCheckpoint
+from .half import half_of, HalfMatrix
+from .packing import dense, fuse, linear, pack, prefers_half
 from .quantized import Matrix
-from .weights import StoredTable
+from .weights import Checkpoint, StoredTable
 
 SUPPORTED_MODEL_TYPES = ('llama', 'qwen2')
 # Older releases (JetPack 6.0) have no grouped heads in the kernel.
@@ -386,15 +387,26 @@ class Llama:
                 raise UnsupportedModelError(f'tensor {name} is missing')
             return dense(tensor)
 
-        def check(name: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+        def check(name: str, tensor, shape: tuple[int, ...]):
             if tuple(tensor.shape) != shape:
                 raise UnsupportedModelError(
                     f'{name} is {tuple(tensor.shape)}, config.json says {shape}')
             return tensor
 
-        table = (config.vocab_size, config.hidden_size)
-        name = 'model.embed_tokens.weight'
-        embedding = check(name, need(name), table)
+        size = (config.vocab_size, config.hidden_size)
+        names = ('model.embed_tokens.weight',
+                 'model.embed_tokens.weight' if config.tied_embeddings else 'lm_head.weight')
+        # Packed, a head gives no single rows; they are read from the file where they are wanted.
+        table = packed_head = None
+        if (packed and weights != 'dense' and prefers_half(dtype, device)
+                and isinstance(state, (Checkpoint, GptqCheckpoint)) and names[1] in state):
+            table = state.table(names[1], dtype)
+            check(names[1], table, size)
+            packed_head = half_of(size, table.rows)
+        if packed_head is None:
+            table = None
+        embedding = (table if table is not None and config.tied_embeddings
+                     else check(names[0], need(names[0]), size))
         shapes, layers = layer_shapes(config), []
         for i in range(config.layers):
             layer = LayerWeights.from_hf(get, f'model.layers.{i}.')
@@ -403,21 +415,14 @@ class Llama:
             # One after another: two copies of one layer at a time, not of the model.
             layers.append(layer.packed(weights) if packed else layer)
         norm = check('model.norm.weight', need('model.norm.weight'), (config.hidden_size,))
-        head = embedding
-        if not config.tied_embeddings:
-            name = 'lm_head.weight'
-            head = check(name, need(name), table)
+        head = packed_head
+        if head is None:
+            head = (embedding if config.tied_embeddings
+                    else check(names[1], need(names[1]), size))
         if all(layer.kinds == {HalfMatrix.kind} for layer in layers):
             norm = norm.float()
             layers = [layer.streaming(norm.dtype) for layer in layers]
-        if not packed or device.type != 'cpu' or dtype.itemsize > 2 or not hasattr(state, 'table'):
-            return cls(config, embedding, layers, norm, head, context)
-        # Packed, it gives no single rows; to keep it twice would cost as much as many a draft.
-        stored = state.table(name, dtype)
-        if config.tied_embeddings:
-            embedding = stored
-        head = pack(head, 'dense' if weights == 'dense' else 'auto')
-        return cls(config, embedding, layers, norm, head, context, stored)
+        return cls(config, embedding, layers, norm, head, context, table)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Token ids [B, T] -> hidden states [B, T, H]."""

@@ -5,9 +5,9 @@ Matrices in the layout their kernels want, so that no step rearranges them.
 On a CPU, oneDNN multiplies a plain bfloat16 matrix only after bringing it into
 blocks, at every call. Packed once, one row costs about two thirds; results are
 the plain ones bit for bit in bfloat16. Where FBGEMM is faster (``half.py``), the
-target's matrices are held for that: one row then costs half as much again. A
-draft's are not, since packing for FBGEMM takes ten times as long and a draft is
-packed while decoding waits.
+target's matrices are held for that: one row then costs about half. A draft's are
+not, since packing for FBGEMM takes ten times as long and a draft is packed while
+decoding waits.
 
 A matrix can also be INT8 or INT4 (``quantized.py``), which reads a half or a
 quarter of the bytes. By how many rows they gain is a matter of shape: INT8
