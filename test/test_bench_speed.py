@@ -358,3 +358,47 @@ def test_gamma_of_a_bundle_without_drafts(bundle_maker, prompts, capfd):
     ('a:b', 'a:b', 'auto')])
 def test_configurations_are_parsed(text, bundle, dtype):
     assert gamma.Configuration.parse(text, 'auto') == gamma.Configuration(bundle, dtype)
+
+
+# --- weights ---
+
+@pytest.fixture
+def prompt_file(tmp_path):
+    path = tmp_path / 'prompts.jsonl'
+    path.write_text(''.join(json.dumps({'domain': domain, 'prompt': f'{domain} a b a b, c d'})
+                            + '\n' for domain in ('general', 'code')))
+    return path
+
+
+def weights(bundle, prompt_file, *more):
+    return main(['bench', 'weights', '--bundle', str(bundle), '--prompts', str(prompt_file),
+                 '--prompts-per-domain', '1', *map(str, more)])
+
+
+def test_distance_of_weights(full_bundle, prompt_file, capfd):
+    assert weights(full_bundle, prompt_file, '--dtype', 'float32', '--json', '-') == 0
+    result = json.loads(capfd.readouterr().out)
+    assert set(result['weights']) == {'auto', 'dense', 'int8', 'int4'}
+    dense = result['weights']['dense']
+    # The reference itself, and what is further away with every bit less.
+    assert dense['greedy_agreement'] == 1
+    assert dense['perplexity'] == pytest.approx(result['reference']['perplexity'])
+    coarse = [result['weights'][kind] for kind in ('int8', 'int4')
+              if 'unavailable' not in result['weights'][kind]]
+    for entry in coarse:
+        assert entry['greedy_agreement'] < 1 and entry['bytes'] < dense['bytes']
+        assert entry['perplexity'] != pytest.approx(dense['perplexity'], rel=1e-4)
+    if len(coarse) == 2:
+        assert coarse[1]['greedy_agreement'] < coarse[0]['greedy_agreement']
+
+
+def test_a_kind_without_a_kernel_says_so(full_bundle, prompt_file, monkeypatch, capfd):
+    monkeypatch.setattr('memspec_ros.models.packing.has_int8', lambda device: False)
+    assert weights(full_bundle, prompt_file, '--dtype', 'float32', '--kinds', 'int8', 'dense') == 0
+    out = capfd.readouterr().out
+    assert 'no INT8 kernel' in out and '100.00%' in out
+
+
+def test_an_unknown_kind_is_named(full_bundle, prompt_file, capfd):
+    assert weights(full_bundle, prompt_file, '--kinds', 'int5') != 0
+    assert "'int5'" in capfd.readouterr().err

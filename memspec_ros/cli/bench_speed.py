@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``memspec bench`` suites about speed: the memory's limit, other programs, draft lengths."""
+"""``memspec bench`` suites about speed and what it costs: limits, peers, lengths, weights."""
 
 from __future__ import annotations
 
@@ -59,6 +59,33 @@ def register(suites) -> None:
     add_engine_options(gamma)
     add_json_option(gamma)
     gamma.set_defaults(draft_tokens=8, run=run_gamma)
+
+
+    weights = suites.add_parser(
+        'weights', help='how far the target is from its unquantised self, by how it is held',
+        description='Has the target read prompts with its weights held in every way, and says how '
+                    'far perplexity and most probable tokens are from those of the unquantised '
+                    'target in float32.')
+    weights.add_argument('--prompts', required=True, metavar='FILE',
+                         help='JSON lines with "prompt" and "domain"')
+    weights.add_argument('--prompts-per-domain', type=int, default=0, metavar='COUNT',
+                         help='0: all (default: %(default)s)')
+    weights.add_argument('--prompt-tokens', type=int, default=256, metavar='TOKENS',
+                         help='where longer prompts are cut off (default: %(default)s)')
+    weights.add_argument('--kinds', nargs='+', default=['auto', 'dense', 'int8', 'int4'],
+                         metavar='KIND', help='values of --weights to judge (default: all)')
+    add_engine_options(weights)
+    add_json_option(weights)
+    weights.set_defaults(run=run_weights)
+
+
+def run_weights(arguments: argparse.Namespace) -> int:
+    from ..bench.weights import format_table, measure
+    check_at_least(arguments, prompts_per_domain=0, prompt_tokens=2)
+    present(arguments, format_table, lambda report: measure(
+        arguments.bundle, runtime_options(arguments), Path(arguments.prompts),
+        arguments.prompts_per_domain, arguments.prompt_tokens, arguments.kinds, report))
+    return 0
 
 
 def run_floor(arguments: argparse.Namespace) -> int:

@@ -205,7 +205,7 @@ class Bundle:
             if wrong:
                 raise BundleError(f'shared_head: token id {wrong[0]} does not exist in the '
                                   f'target ({target.vocab_size} ids)')
-            self._head_rows = pack(target.model.head[ids])
+            self._head_rows = pack(target.model.head_rows(ids), 'auto')
         return self._head_rows
 
 

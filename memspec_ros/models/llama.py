@@ -14,7 +14,7 @@ new ones, H hidden width, D head width, Q query heads, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 import math
 
@@ -23,8 +23,11 @@ from torch import Tensor
 import torch.nn.functional as F
 
 from .errors import UnsupportedModelError
-from .packing import dense, fuse, linear, pack
+from .gptq import GptqCheckpoint
+from .half import half_of, HalfMatrix
+from .packing import dense, fuse, linear, pack, prefers_half
 from .quantized import Matrix
+from .weights import Checkpoint, StoredTable
 
 SUPPORTED_MODEL_TYPES = ('llama', 'qwen2')
 # Older releases (JetPack 6.0) have no grouped heads in the kernel.
@@ -155,14 +158,27 @@ class LayerWeights:
         """From tensors by field name, as ``tensors`` gives them."""
         return cls(**{name: tensors[name] if name in tensors else None for name in cls.NAMES})
 
-    def packed(self, kind: str = 'auto') -> LayerWeights:
+    def packed(self, kind: str = 'dense') -> LayerWeights:
         """The same layer with its matrices packed for decoding, as ``kind`` (see ``pack``)."""
         return replace(self, **{name: pack(getattr(self, name), kind) for name in self.MATRICES})
+
+    def streaming(self, dtype: torch.dtype) -> LayerWeights:
+        """The same layer with its vectors in ``dtype``, to run hidden states of that type."""
+        vectors = (name for name in self.NAMES
+                   if name not in self.MATRICES and getattr(self, name) is not None)
+        return replace(self, **{name: getattr(self, name).to(dtype) for name in vectors})
 
     def tensors(self) -> dict[str, Tensor | Matrix]:
         """Tensors and matrices by field name, without the absent ones."""
         return {name: getattr(self, name) for name in self.NAMES
                 if getattr(self, name) is not None}
+
+    @property
+    def kinds(self) -> set[str]:
+        """What its matrices are made of: quantised kinds, or types."""
+        matrices = (getattr(self, name) for name in self.MATRICES)
+        return {matrix.kind if isinstance(matrix, Matrix)
+                else str(matrix.dtype).removeprefix('torch.') for matrix in matrices}
 
     @property
     def bytes(self) -> int:
@@ -299,20 +315,24 @@ class Llama:
     Attributes
     ----------
     config: LlamaConfig
-    embedding: Tensor [V, H]
+    embedding: Tensor [V, H], or a table that stays in its file
     layers: list[LayerWeights]
     norm: Tensor [H]
-    head: Tensor [V, H] (the embedding itself where tied)
+    head: Tensor [V, H] (the embedding itself where tied), or a packed matrix
+
+    ``table`` has the head's rows where ``head`` itself gives none.
 
     """
 
-    def __init__(self, config: LlamaConfig, embedding: Tensor, layers: list[LayerWeights],
-                 norm: Tensor, head: Tensor, context: int | None = None):
+    def __init__(self, config: LlamaConfig, embedding: Tensor | StoredTable,
+                 layers: list[LayerWeights], norm: Tensor, head: Tensor | Matrix,
+                 context: int | None = None, table: StoredTable | None = None):
         self.config = config
         self.embedding = embedding
         self.layers = layers
         self.norm = norm
         self.head = head
+        self._table = table
         self.rope = Rope(config, min(context or config.max_positions, config.max_positions),
                          embedding.device)
 
@@ -323,8 +343,13 @@ class Llama:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of the weights and of the hidden states."""
+        """Type of the weights, and of hidden states that are kept."""
         return self.embedding.dtype
+
+    @property
+    def stream_dtype(self) -> torch.dtype:
+        """Type of hidden states on their way through the layers: what these multiply in."""
+        return self.norm.dtype
 
     @property
     def attention_dtype(self) -> torch.dtype:
@@ -362,15 +387,26 @@ class Llama:
                 raise UnsupportedModelError(f'tensor {name} is missing')
             return dense(tensor)
 
-        def check(name: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+        def check(name: str, tensor, shape: tuple[int, ...]):
             if tuple(tensor.shape) != shape:
                 raise UnsupportedModelError(
                     f'{name} is {tuple(tensor.shape)}, config.json says {shape}')
             return tensor
 
-        table = (config.vocab_size, config.hidden_size)
-        name = 'model.embed_tokens.weight'
-        embedding = check(name, need(name), table)
+        size = (config.vocab_size, config.hidden_size)
+        names = ('model.embed_tokens.weight',
+                 'model.embed_tokens.weight' if config.tied_embeddings else 'lm_head.weight')
+        # Packed, a head gives no single rows; they are read from the file where they are wanted.
+        table = packed_head = None
+        if (packed and weights != 'dense' and prefers_half(dtype, device)
+                and isinstance(state, (Checkpoint, GptqCheckpoint)) and names[1] in state):
+            table = state.table(names[1], dtype)
+            check(names[1], table, size)
+            packed_head = half_of(size, table.rows)
+        if packed_head is None:
+            table = None
+        embedding = (table if table is not None and config.tied_embeddings
+                     else check(names[0], need(names[0]), size))
         shapes, layers = layer_shapes(config), []
         for i in range(config.layers):
             layer = LayerWeights.from_hf(get, f'model.layers.{i}.')
@@ -379,14 +415,24 @@ class Llama:
             # One after another: two copies of one layer at a time, not of the model.
             layers.append(layer.packed(weights) if packed else layer)
         norm = check('model.norm.weight', need('model.norm.weight'), (config.hidden_size,))
-        head = embedding
-        if not config.tied_embeddings:
-            head = check('lm_head.weight', need('lm_head.weight'), table)
-        return cls(config, embedding, layers, norm, head, context)
+        head = packed_head
+        if head is None:
+            head = (embedding if config.tied_embeddings
+                    else check(names[1], need(names[1]), size))
+        if all(layer.kinds == {HalfMatrix.kind} for layer in layers):
+            norm = norm.float()
+            layers = [layer.streaming(norm.dtype) for layer in layers]
+        return cls(config, embedding, layers, norm, head, context, table)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Token ids [B, T] -> hidden states [B, T, H]."""
-        return F.embedding(tokens, self.embedding)
+        if isinstance(self.embedding, Tensor):
+            return F.embedding(tokens, self.embedding)
+        return self.embedding.rows(tokens.flatten().tolist()).view(*tokens.shape, -1)
+
+    def head_rows(self, ids: Sequence[int]) -> Tensor:
+        """Rows of the head [len(ids), H]."""
+        return self.head[ids] if self._table is None else self._table.rows(ids)
 
     def run_layers(self, x: Tensor, first: int, last: int, keys: Tensor, values: Tensor,
                    start: int, rope: tuple[Tensor, Tensor] | None = None,

@@ -22,9 +22,9 @@ from torch import Tensor
 from .errors import BundleError, UnsupportedModelError
 from .gptq import GptqCheckpoint, GptqSettings
 from .gptq_library import installed_library, load_with_library
-from .llama import LayerWeights, Llama, LlamaConfig, SUPPORTED_MODEL_TYPES
-from .packing import dense, ROUNDED_GROUP
-from .quantized import has_int4, int4_bytes, int8_bytes, kernel_group, Matrix
+from .llama import Llama, LlamaConfig, SUPPORTED_MODEL_TYPES
+from .packing import dense, prefers_half, ROUNDED_GROUP
+from .quantized import has_int4, int4_bytes, int8_bytes, kernel_group
 from .state import DecodeState, KVCache
 from .transformers_lm import build_skeleton, decoder_layers, TransformersLM
 from .tree import depths_of, parents_of, tree_mask
@@ -105,10 +105,7 @@ class LlamaTarget(Target):
         if model.head is not model.embedding:
             self.weight_bytes += model.head.nbytes
         # Layers of one model can differ, and matrices of one layer, by what kernels take.
-        self.weight_kinds = tuple(sorted({
-            matrix.kind if isinstance(matrix, Matrix) else _name(matrix.dtype)
-            for layer in model.layers
-            for matrix in (getattr(layer, name) for name in LayerWeights.MATRICES)}))
+        self.weight_kinds = tuple(sorted(set().union(*(layer.kinds for layer in model.layers))))
 
     def new_state(self, capacity: int, depths: frozenset[int] = frozenset()) -> DecodeState:
         config = self.model.config
@@ -127,6 +124,7 @@ class LlamaTarget(Target):
     def forward(self, state: DecodeState, tokens: list[int], last_only: bool = False,
                 branches: Sequence[tuple[int, int]] = ()) -> Tensor:
         x = self.model.embed(torch.tensor([tokens], device=self.device))
+        x = x.to(self.model.stream_dtype)
         start = state.held
         end = start + len(tokens)
         rope, mask = self.model.rope.at(start, len(tokens)), None
@@ -163,10 +161,11 @@ class LlamaTarget(Target):
         """
         x = self.model.embed(torch.tensor([[token]], device=self.device))
         kv = state.kv
+        x = x.to(self.model.stream_dtype)
         x = self.model.run_layers(x, 0, depth, kv.keys, kv.values, position)
         for group in kv.groups_below(depth):
             kv.set_length(position + 1, group)
-        return x
+        return x.to(self.dtype)
 
 
 class _RollbackOnly:
@@ -270,21 +269,27 @@ def open_weights(path: Path) -> Checkpoint | GptqCheckpoint:
 def stored_bytes(path: Path, dtype: torch.dtype, device: torch.device,
                  weights: str = 'auto') -> int:
     """Bytes that the weights of ``path`` take once loaded, computed from shapes alone."""
-    total = 0
+    total, vectors, plain = 0, 0, True
     with open_weights(path) as checkpoint:
         for name in checkpoint:
             shape = checkpoint.shape(name)
             size = math.prod(shape) * dtype.itemsize
-            if '.layers.' in name and len(shape) == 2:
+            if len(shape) == 1:
+                vectors += math.prod(shape)
+            elif '.layers.' in name:
                 group = (checkpoint.int4_group(name) if isinstance(checkpoint, GptqCheckpoint)
                          else kernel_group(shape[1], ROUNDED_GROUP) if weights == 'int4'
                          else None)
                 if weights == 'int8':
-                    size = int8_bytes(*shape)
+                    size, plain = int8_bytes(*shape), False
                 elif (group is not None and weights != 'dense'
                       and has_int4(device, dtype, shape[0])):
-                    size = int4_bytes(*shape, group, dtype)
+                    size, plain = int4_bytes(*shape, group, dtype), False
             total += size
+    if (plain and weights == 'auto' and prefers_half(dtype, device)
+            and read_config(path).get('model_type') in SUPPORTED_MODEL_TYPES):
+        # Matrices that are multiplied in float32 have their vectors in it.
+        total += vectors * (torch.float32.itemsize - dtype.itemsize)
     return total
 
 

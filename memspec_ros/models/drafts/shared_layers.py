@@ -102,7 +102,7 @@ class SharedLayersDrafter(Drafter):
     def further_rows(self) -> Tensor | None:
         """Rows of the target's head for what the text adds to the vocabulary, None for nothing."""
         ids = list(self.vocabulary.further)
-        return self.target.model.head[ids] if ids else None
+        return self.target.model.head_rows(ids) if ids else None
 
     def logits(self, top: Tensor, further: Tensor | None = None) -> Tensor:
         """The top's output [..., H], before its norm -> logits [..., trimmed V and further]."""
