@@ -108,28 +108,36 @@ class DraftLength:
         for figures in self._drafts.values():
             figures.now = []
 
-    def expected_tokens(self, draft: str, gamma: int) -> float:
-        """E(gamma) of ``draft``."""
+    def reaches(self, draft: str, gamma: int) -> list[float]:
+        """Probability that the first, the first two … ``gamma`` tokens of ``draft`` are right."""
         figures = self._drafts.get(draft, _DraftFigures())
-        expected, reach, earlier = 1.0, 1.0, _ACCEPTANCE_PRIOR
+        reaches, reach, earlier = [], 1.0, _ACCEPTANCE_PRIOR
         for depth in range(gamma):
             # A depth that was hardly seen is believed to be like the one before.
             earlier = _at(figures.by_depth, depth).value(earlier, _PRIOR_WEIGHT)
             reach *= _at(figures.now, depth).value(earlier, _EARLIER_WEIGHT)
-            expected += reach
-        return expected
+            reaches.append(reach)
+        return reaches
+
+    def expected_tokens(self, draft: str, gamma: int) -> float:
+        """E(gamma) of ``draft``."""
+        return 1.0 + sum(self.reaches(draft, gamma))
+
+    def drafting_cost(self, draft: str, gamma: int) -> float:
+        """Seconds in which ``draft`` proposes ``gamma`` tokens."""
+        figures = self._drafts.get(draft, _DraftFigures())
+        return gamma * figures.step_cost.value(_DRAFT_COST_PRIOR * self.verify_cost(1))
 
     def speed(self, draft: str, gamma: int) -> float:
         """Expected tokens per second when ``draft`` proposes ``gamma`` tokens."""
         figures = self._drafts.get(draft, _DraftFigures())
-        step = figures.step_cost.value(_DRAFT_COST_PRIOR * self.verify_cost(1))
         rows = 1 + gamma + (round(figures.branches.value(0.0)) if gamma else 0)
-        cost = gamma * step + self.verify_cost(rows)
+        cost = self.drafting_cost(draft, gamma) + self.verify_cost(rows)
         return self.expected_tokens(draft, gamma) / max(cost, _LEAST_SEC)
 
-    def worth_of_row(self, draft: str, gamma: int) -> float:
+    def worth_of_row(self, speed: float) -> float:
         """
-        Probability of being right from which on a further row to verify pays.
+        Probability of being right from which on a further row pays, at ``speed`` tokens/s.
 
         What a row costs is taken as equal for all sizes: differences between
         neighbours are smaller than the noise of measuring them.
@@ -138,7 +146,7 @@ class DraftLength:
         if most < 2:
             return 1.0
         row = max(0.0, self.verify_cost(most) - self.verify_cost(1)) / (most - 1)
-        return row * self.speed(draft, gamma)
+        return row * speed
 
     def choose(self, draft: str) -> int:
         """Gamma for the next iteration of ``draft``; 0 where drafting does not pay."""
@@ -167,13 +175,20 @@ class DraftLength:
         # is the price of a switch, paid once, and says nothing about the steps to come.
         catch_up = min(step.t_catch_up, step.t_draft / step.drafted)
         figures.step_cost.add((step.t_draft + catch_up) / step.drafted)
-        figures.branches.add(step.branches)
+        figures.branches.add(step.branches - step.grafted)
         self._judge(figures, step.accepted, step.judged)
 
-    def overhear(self, draft: str, proposal: Sequence[int], emitted: Sequence[int]) -> None:
-        """Learn what a draft that was not asked would have had accepted: no more than emitted."""
-        self._judge(self._drafts.setdefault(draft, _DraftFigures()),
-                    *agreement(proposal, emitted))
+    def overhear(self, draft: str, proposal: Sequence[int], emitted: Sequence[int],
+                 seconds: float | None = None) -> None:
+        """
+        Learn what a draft beside the active one would have had accepted: no more than emitted.
+
+        seconds: what it took to propose, where that is known.
+        """
+        figures = self._drafts.setdefault(draft, _DraftFigures())
+        if seconds is not None and proposal:
+            figures.step_cost.add(seconds / len(proposal))
+        self._judge(figures, *agreement(proposal, emitted))
 
     @staticmethod
     def _judge(figures: _DraftFigures, accepted: int, judged: int) -> None:
