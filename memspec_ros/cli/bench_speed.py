@@ -44,6 +44,14 @@ def register(suites) -> None:
     add_runtime_options(peers)
     add_json_option(peers)
     peers.set_defaults(run=run_peers)
+    trees = suites.add_parser(
+        'trees', help='chains, branches and merged drafts against plain decoding',
+        description='Races verifying chains, branching chains and trees that two drafts share '
+                    'against plain decoding, on one engine and in turn.')
+    add_prompt_options(trees, 2, 96)
+    add_runtime_options(trees)
+    add_json_option(trees)
+    trees.set_defaults(run=run_trees)
     gamma = suites.add_parser(
         'gamma', help='acceptance and speed-up over the draft length, and why some pairs lose',
         description='Every draft of one or several bundles decodes alone with each fixed draft '
@@ -75,6 +83,15 @@ def run_peers(arguments: argparse.Namespace) -> int:
         Path(arguments.prompts), runtime_options(arguments), arguments.bundle,
         arguments.prompts_per_domain, arguments.max_new_tokens, arguments.assistant,
         arguments.assistant_tokens, arguments.gguf, report))
+    return 0
+
+
+def run_trees(arguments: argparse.Namespace) -> int:
+    from ..bench.trees import format_table, measure
+    check_at_least(arguments, prompts_per_domain=0, max_new_tokens=1)
+    present(arguments, format_table, lambda report: measure(
+        Path(arguments.prompts), runtime_options(arguments), arguments.bundle,
+        arguments.prompts_per_domain, arguments.max_new_tokens, report))
     return 0
 
 

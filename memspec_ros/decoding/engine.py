@@ -135,12 +135,13 @@ class Engine:
                 state.hold(position - 1)
                 raise DraftFailure(str(error) or type(error).__name__) from error
         drafted = self.clock()
-        merged, other, second_error = Merged(proposal), [], ''
+        merged, other, second_error, begun = Merged(proposal), [], '', drafted
         if second is not None and proposal.tokens and self.merges:
             try:
-                other = self._propose(second.drafter, min(most, second.gamma))[0].tokens
-                merged = graft(proposal, other, second.chances(proposal.tokens, other),
-                               second.branching)
+                found, begun = self._propose(second.drafter, min(most, second.gamma))
+                chances = second.chances(proposal.tokens, found.tokens)
+                merged = graft(proposal, found.tokens, chances, second.branching)
+                other = found.tokens
             except Exception as error:  # noqa: BLE001 (the first draft's tokens are good)
                 state.hold(position - 1)
                 second_error = str(error) or type(error).__name__
@@ -163,11 +164,11 @@ class Engine:
         return tokens, StepRecord(
             draft='', desired='', position=position, drafted=len(proposal.tokens),
             accepted=accepted, emitted=len(tokens), branches=len(merged.proposal.branches),
-            t_catch_up=caught_up - start, t_draft=drafted - caught_up, t_verify=end - heard,
+            t_catch_up=caught_up - start + begun - drafted, t_draft=drafted - caught_up, t_verify=end - heard,
             duration=end - start, draft_error=draft_error,
             second=second.id if other else '', second_drafted=merged.placed,
             second_accepted=common_prefix(other[:merged.placed], right),
-            second_error=second_error, grafted=merged.alone, t_second=heard - drafted)
+            second_error=second_error, grafted=merged.alone, t_second=heard - begun)
 
     @property
     def merges(self) -> bool:

@@ -24,6 +24,8 @@ _ASIDE_PRIOR = 0.2
 # … and the tree to give so much of what it would if drafts erred independently of each other.
 _SHARE_PRIOR = 0.85
 _PRIOR_WEIGHT = 4.0
+# So many iterations of each pair are spent to see what it brings.
+_TRIALS = 3
 # Neither a clock too coarse nor an acceptance never seen must become a division by zero.
 _LEAST = 1e-9
 
@@ -73,6 +75,10 @@ class Merging:
                 + length.verify_cost(1 + gamma + round(min(most, rows))))
         return (figures.share * _independent(length, first, gamma, second, count)
                 / max(cost, _LEAST))
+
+    def untried(self, first: str, second: str) -> bool:
+        """Whether hardly anything is known of a pair but what is believed of all pairs."""
+        return self._pairs.get((first, second), _Figures()).iterations < _TRIALS
 
     def chances(self, length: DraftLength, first: str, second: str, chain: Sequence[int],
                 other: Sequence[int]) -> list[float]:

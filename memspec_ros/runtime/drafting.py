@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..decoding.draft_length import DraftLength
-from ..decoding.engine import Engine, Second
+from ..decoding.engine import CATCH_UP_ROWS, Engine, Second
 from ..decoding.merging import Merging
 from ..decoding.stats import StepRecord
 from ..models.drafts import Drafter
@@ -105,15 +105,16 @@ class Drafting:
         return None
 
     def _add_resident(self, length: DraftLength, way: Way, others: Sequence[str]) -> None:
-        """Have the best of ``others`` draft too, where two are worth their cost."""
+        """Have the best of ``others`` draft too, where both pay, or nobody knows yet."""
         state = self._engine.state
         for name in others:
             drafter = self._residency.drafter(name)
             if (name == way.draft or drafter is None or drafter.copies
-                    or drafter.lag(state) > drafter.rows_with_proposal):
+                    or drafter.lag(state) > CATCH_UP_ROWS):
                 continue
             count = length.choose(name)
-            if count and (self._speed(length, way, name, count)
+            if count and (self._merging.untried(way.draft, name)
+                          or self._speed(length, way, name, count)
                           > length.speed(way.draft, way.gamma)):
                 way.second = self._beside(length, way, name, drafter, count)
             return
