@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+import math
 
 from .stats import StepRecord
 from .verification import agreement
@@ -22,7 +23,10 @@ _MEMORY = 0.96
 _LONG_MEMORY = 0.995
 # What earlier answers taught counts as so many observations of this one.
 _EARLIER_WEIGHT = 8.0
+# A draft that does not pay is heard so seldom, and more seldom where that would take more than
+# this share of the time.
 _PROBE_EVERY = 16
+_PROBE_SHARE = 0.02
 # A clock too coarse to see a step must not become a division by zero.
 _LEAST_SEC = 1e-9
 # Verifying a further row costs this share of a one-row step until it has been
@@ -58,7 +62,9 @@ class _DraftFigures:
     step_cost: _Mean = field(default_factory=_Mean)
     # Rows verified beside the chain.
     branches: _Mean = field(default_factory=_Mean)
+    # Iterations since it was last heard; whether it was right then.
     idle: int = 0
+    again: bool = False
 
 
 class DraftLength:
@@ -157,9 +163,21 @@ class DraftLength:
         if best == 0:
             # Acceptance is not seen at zero: look again now and then.
             figures.idle += 1
-            if figures.idle % _PROBE_EVERY == 0:
-                return min(2, self.max_gamma)
+            if figures.again or figures.idle >= self._probe_interval(draft):
+                figures.idle, figures.again = 0, False
+                return self._probe_gamma
         return best
+
+    @property
+    def _probe_gamma(self) -> int:
+        return min(2, self.max_gamma)
+
+    def _probe_interval(self, draft: str) -> int:
+        """Iterations between two looks at a draft that does not pay: the dearer, the rarer."""
+        gamma = self._probe_gamma
+        plain = max(self.verify_cost(1), _LEAST_SEC)
+        extra = self.drafting_cost(draft, gamma) + self.verify_cost(1 + gamma) - plain
+        return max(_PROBE_EVERY, math.ceil(extra / plain / _PROBE_SHARE))
 
     def calibrate(self, rows: int, seconds: float) -> None:
         """Set the cost of a verify of ``rows`` rows, measured beside the other sizes (warm-up)."""
@@ -176,6 +194,8 @@ class DraftLength:
         catch_up = min(step.t_catch_up, step.t_draft / step.drafted)
         figures.step_cost.add((step.t_draft + catch_up) / step.drafted)
         figures.branches.add(step.branches - step.grafted)
+        # It has paid for being heard: that goes on as long as it does.
+        figures.again = step.accepted == step.drafted
         self._judge(figures, step.accepted, step.judged)
 
     def overhear(self, draft: str, proposal: Sequence[int], emitted: Sequence[int],
