@@ -324,6 +324,10 @@ class _LiveSettings(Settings):
         return self._node.parameters['draft.copy']
 
     @property
+    def merge(self) -> bool:
+        return self._node.parameters['draft.merge']
+
+    @property
     def verification(self) -> str:
         return self._node.parameters['sampling.verification']
 

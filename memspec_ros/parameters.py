@@ -26,7 +26,7 @@ from rclpy.node import Node
 from rclpy.parameter import Parameter
 
 from .decoding.sampler import VERIFICATIONS
-from .decoding.sampling import RANGES
+from .decoding.sampling import LARGEST_SEED, RANGES
 from .models.packing import WEIGHT_KINDS
 from .runtime.policies import POLICY_NAMES
 
@@ -136,6 +136,8 @@ PARAMETERS: tuple[ParameterSpec, ...] = (
     _p('draft.adaptive', True, 'Draft fewer tokens, or none, where more do not pay.', CONFIGURE),
     _p('draft.copy', True, 'Where the answer repeats what stands in the text already, copy it '
        'instead of drafting.', LIVE),
+    _p('draft.merge', True, 'Verify what would be copied, or what a second draft in memory '
+       "proposes, in one pass with the active draft's tokens, where that pays.", LIVE),
     _p('draft.min_confidence', 0.0, 'A draft proposes no more once its next token has less '
        'than this probability; 0 = off.', REQUEST, 0.0, 1.0),
     _p('queue.max_size', 8, 'Most requests waiting; more are refused with QUEUE_FULL.', LIVE,
@@ -155,7 +157,7 @@ PARAMETERS: tuple[ParameterSpec, ...] = (
               'output.'),
     _sampling('min_tokens', 0, 'Output tokens before which end-of-sequence is not chosen.'),
     _p('sampling.seed', 0, 'Same seed, same request: same output; 0 = a new one for every '
-       'request.', REQUEST, 0, 1 << 62),
+       'request.', REQUEST, 0, LARGEST_SEED),
     _p('sampling.ignore_eos', False, 'Go on after end-of-sequence.', REQUEST),
     _p('sampling.verification', 'coupled', 'How drafted tokens are judged when sampling: see '
        'docs/sampling.md.', REQUEST, choices=VERIFICATIONS),

@@ -342,6 +342,7 @@ def test_rows_one_after_another_are_told_from_rows_side_by_side():
 @pytest.mark.parametrize('more, words', [
     (['--draft', 'nobody'], '--draft nobody: there are'),
     (['--draft-tokens', '0'], '--draft-tokens is 0'),
+    (['--configurations', '@nobody', '--bundle', ''], "no draft 'nobody', there are"),
     (['--configurations', 'x'], 'exclude each other')])
 def test_wrong_arguments_of_gamma(full_bundle, prompts, capfd, more, words):
     assert bench('gamma', full_bundle, '--prompts', prompts, *more) == 1
@@ -353,11 +354,35 @@ def test_gamma_of_a_bundle_without_drafts(bundle_maker, prompts, capfd):
     assert 'no draft' in capfd.readouterr().err
 
 
-@pytest.mark.parametrize('text, bundle, dtype', [
-    ('a/b', 'a/b', 'auto'), ('a/b:float32', 'a/b', 'float32'), ('', '', 'auto'),
-    ('a:b', 'a:b', 'auto')])
-def test_configurations_are_parsed(text, bundle, dtype):
-    assert gamma.Configuration.parse(text, 'auto') == gamma.Configuration(bundle, dtype)
+@pytest.mark.parametrize('text, expected', [
+    ('a/b', ('a/b', 'auto')), ('a/b:float32', ('a/b', 'float32')), ('', ('', 'auto')),
+    ('a:b', ('a:b', 'auto')), ('a/b:bfloat16:int8', ('a/b', 'bfloat16', 'int8')),
+    (':int8:float32@x', ('', 'float32', 'int8', 'x')), ('@lookup', ('', 'auto', 'auto', 'lookup')),
+    ('a/b:int4@c/d/x', ('a/b', 'auto', 'int4', 'x', 'c/d'))])
+def test_configurations_are_parsed(text, expected):
+    assert gamma.Configuration.parse(text, 'auto') == gamma.Configuration(*expected)
+
+
+def test_a_directory_may_have_an_at_sign_in_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / 'me@home').mkdir()
+    assert gamma.Configuration.parse('me@home', 'auto') == gamma.Configuration('me@home', 'auto')
+
+
+def test_gamma_of_configurations_of_several_targets_and_bundles(full_bundle, bundle_maker, prompts,
+                                                                tmp_path, capfd):
+    """A target without drafts of its own takes those of another bundle; precisions differ."""
+    bare, file = bundle_maker.write(), tmp_path / 'gamma.json'
+    assert main(['bench', 'gamma', '--configurations', f'{bare}@{full_bundle}/top',
+                 f'{full_bundle}@lookup', f'{full_bundle}:int8@top', f'{full_bundle}@far',
+                 '--prompts', str(prompts), *SMALL, '--max-new-tokens', '6', '--draft-tokens', '2',
+                 '--json', str(file)]) == 0
+    result = json.loads(file.read_text())
+    assert [(sweep['name'], sweep['weights']) for sweep in result['configurations']] == [
+        (f'{bare.name}/top', 'float32'), (f'{full_bundle.name}/lookup', 'float32'),
+        (f'{full_bundle.name}/far', 'float32'), (f'{full_bundle.name}/top', 'int8')]
+    assert all(len(sweep['points']) == 2 for sweep in result['configurations'])
+    assert f'{full_bundle.name}/top, float32, int8' in capfd.readouterr().out
 
 
 # --- weights ---

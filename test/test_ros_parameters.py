@@ -59,7 +59,9 @@ def illegal(spec) -> list:
         return [*wrong, 3, True] + (['no such choice', ''] if spec.choices else [])
     wrong += ['5', True]
     if isinstance(spec.default, int):
-        return [*wrong, 1.5, int(spec.low) - 1, int(spec.high) + 1]
+        # A message has no room for what is beyond the largest of its integers.
+        beyond = [int(spec.high) + 1] if spec.high < 2 ** 63 - 1 else []
+        return [*wrong, 1.5, int(spec.low) - 1, *beyond]
     return [*wrong, spec.low - 0.5, spec.high * 1.01, float('nan'), float('inf')]
 
 

@@ -44,14 +44,24 @@ def register(suites) -> None:
     add_runtime_options(peers)
     add_json_option(peers)
     peers.set_defaults(run=run_peers)
+    trees = suites.add_parser(
+        'trees', help='chains, branches and merged drafts against plain decoding',
+        description='Races verifying chains, branching chains and trees that two drafts share '
+                    'against plain decoding, on one engine and in turn.')
+    add_prompt_options(trees, 2, 96)
+    add_runtime_options(trees)
+    add_json_option(trees)
+    trees.set_defaults(run=run_trees)
     gamma = suites.add_parser(
         'gamma', help='acceptance and speed-up over the draft length, and why some pairs lose',
         description='Every draft of one or several bundles decodes alone with each fixed draft '
                     'length up to --draft-tokens; beside that, what a drafted token and a verify '
                     'of n rows cost.')
     gamma.add_argument('--configurations', nargs='+', action='extend', default=[],
-                       metavar='DIR[:DTYPE]',
-                       help='bundles to sweep, at a type of their own (default: --bundle)')
+                       metavar='[DIR][:DTYPE][:WEIGHTS][@[DIR/]DRAFT]',
+                       help='target (of a bundle, "" for the default one), type and weights to '
+                            'hold it in, and the draft to sweep on it, perhaps of another bundle '
+                            '(default: --bundle with all its drafts)')
     gamma.add_argument('--draft', action='append', default=[], metavar='ID',
                        help='sweep this one (may be given several times; default: all)')
     add_prompt_options(gamma, 1, 64)
@@ -105,8 +115,18 @@ def run_peers(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def run_trees(arguments: argparse.Namespace) -> int:
+    from ..bench.trees import format_table, measure
+    check_at_least(arguments, prompts_per_domain=0, max_new_tokens=1)
+    present(arguments, format_table, lambda report: measure(
+        Path(arguments.prompts), runtime_options(arguments), arguments.bundle,
+        arguments.prompts_per_domain, arguments.max_new_tokens, report))
+    return 0
+
+
 def run_gamma(arguments: argparse.Namespace) -> int:
-    from ..bench.gamma import Configuration, measure
+    from ..bench.gamma import measure
+    from ..bench.gamma_configuration import Configuration
     from ..bench.gamma_figure import draw, format_table, PICTURE_NAME
     from ..bench.plotting import check_plotting
     check_at_least(arguments, prompts_per_domain=0, max_new_tokens=1, draft_tokens=1)
@@ -116,7 +136,7 @@ def run_gamma(arguments: argparse.Namespace) -> int:
         # Before minutes of measuring, not after.
         check_plotting()
         make_directory(arguments.out)
-    configurations = [Configuration.parse(text, arguments.dtype)
+    configurations = [Configuration.parse(text, arguments.dtype, arguments.weights)
                       for text in arguments.configurations or [arguments.bundle]]
     options = runtime_options(arguments)
     result = present(arguments, format_table, lambda report: measure(

@@ -37,12 +37,15 @@ def add_runtime_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--scheduling-interval', type=int, metavar='N',
                         help='iterations between rankings (default: %(default)s)')
     parser.add_argument('--policy', help='how drafts are scheduled')
+    parser.add_argument('--merge', action=argparse.BooleanOptionalAction,
+                        help='verify what two drafts propose in one pass where that pays '
+                             '(default: %(default)s)')
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
     """Those of them that say nothing of how drafts are scheduled."""
     # Those that do, which ``runtime_options`` wants too where a command does not offer them.
-    parser.set_defaults(cache_capacity=2, scheduling_interval=4, policy='memspec',
+    parser.set_defaults(cache_capacity=2, scheduling_interval=4, policy='memspec', merge=True,
                         storage_mb_per_sec=0.0, storage_latency_ms=0.0, cold_storage=False)
     parser.add_argument('--bundle', default='', metavar='DIR',
                         help='model bundle (default: the installed one)')
@@ -63,6 +66,9 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
                              'tokens, where they pay (default: %(default)s)')
     parser.add_argument('--fixed-draft-length', action='store_true',
                         help='always draft that many, whether it pays or not')
+    parser.add_argument('--min-confidence', type=float, default=0.0, metavar='PROBABILITY',
+                        help='a draft proposes no more once its next token has less than this '
+                             '(0, the default: off)')
 
 
 def add_storage_options(parser: argparse.ArgumentParser) -> None:
@@ -83,7 +89,8 @@ def runtime_options(arguments: argparse.Namespace) -> RuntimeOptions:
     from ..runtime.runtime import RuntimeOptions
     from ..runtime.storage import StorageLimits
     check_between(arguments, threads=(0, 256), context=(16, 1 << 20), cache_capacity=(0, 64),
-                  scheduling_interval=(1, 1024), draft_tokens=(0, 16), branches=(0, 16))
+                  scheduling_interval=(1, 1024), draft_tokens=(0, 16), branches=(0, 16),
+                  min_confidence=(0, 1))
     if arguments.policy not in POLICY_NAMES:
         raise InvalidRequestError(
             f'--policy is {arguments.policy!r}, expected one of {", ".join(POLICY_NAMES)}')
@@ -95,7 +102,8 @@ def runtime_options(arguments: argparse.Namespace) -> RuntimeOptions:
         context=arguments.context, max_gamma=arguments.draft_tokens,
         max_branches=arguments.branches, adaptive=not arguments.fixed_draft_length,
         policy=arguments.policy, threads=arguments.threads,
-        settings=Settings(arguments.cache_capacity, arguments.scheduling_interval),
+        settings=Settings(arguments.cache_capacity, arguments.scheduling_interval,
+                          merge=arguments.merge, min_confidence=arguments.min_confidence),
         storage=StorageLimits(arguments.storage_mb_per_sec, arguments.storage_latency_ms,
                               arguments.cold_storage))
 
@@ -108,7 +116,7 @@ def check_at_least(arguments: argparse.Namespace, **least: int) -> None:
                                       f'expected at least {value}')
 
 
-def check_between(arguments: argparse.Namespace, **bounds: tuple[int, int]) -> None:
+def check_between(arguments: argparse.Namespace, **bounds: tuple[float, float]) -> None:
     """Refuse options (by their attribute) outside of (least, most); InvalidRequestError."""
     for name, (low, high) in bounds.items():
         value = getattr(arguments, name)

@@ -8,12 +8,13 @@ many tokens, is told to it each iteration; it cannot tell policies apart.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from ..models.drafts import Drafter
 from ..models.state import Branching, Proposal
 from ..models.target import Target
+from ..models.tree import common_prefix, graft, Merged
 from .sampler import make_sampler
 from .sampling import Sampling
 from .stats import StepRecord
@@ -26,6 +27,24 @@ CATCH_UP_ROWS = 256
 
 class DraftFailure(Exception):  # noqa: N818 (the draft failed, not the decode)
     """A draft raised instead of proposing; the state is as it was before the iteration."""
+
+
+@dataclass
+class Second:
+    """
+    Another draft, whose chain is verified beside the first one's in one tree.
+
+    gamma: most tokens it is asked for. branching: most rows beside the first
+    draft's chain, and the least probability of being accepted that one is given
+    for. chances: of the tokens after the prefix that the first chain and the
+    second one have in common.
+    """
+
+    id: str
+    drafter: Drafter
+    gamma: int
+    branching: Branching
+    chances: Callable[[Sequence[int], Sequence[int]], Sequence[float]]
 
 
 class Engine:
@@ -92,18 +111,21 @@ class Engine:
         return proposal.tokens
 
     def step(self, drafter: Drafter | None, gamma: int, limit: int, stop_ids: frozenset[int],
-             branching: Branching | None = None) -> tuple[list[int], StepRecord]:
+             branching: Branching | None = None, second: Second | None = None
+             ) -> tuple[list[int], StepRecord]:
         """
         One iteration: emits at least one token and at most ``limit``.
 
         Tokens end at the first of ``stop_ids``, which is emitted too. ``branching``:
-        the draft may name alternatives, where target and sampler can judge them. The record's
+        the draft may name alternatives, and ``second`` is another one to be heard in the same
+        pass, where target and sampler can judge them (``merges``). The record's
         ``draft`` and ``desired`` are for the caller to fill in. Raises DraftFailure
         where the draft raised; the iteration may then be repeated without it.
         """
         state = self.state
         position = len(state.tokens)
-        gamma = min(gamma, self.max_gamma, limit - 1, self.context - position - 1)
+        most = min(self.max_gamma, limit - 1, self.context - position - 1)
+        gamma = min(gamma, most)
         start = caught_up = self.clock()
         proposal = Proposal([])
         if drafter is not None and gamma > 0:
@@ -113,25 +135,53 @@ class Engine:
                 state.hold(position - 1)
                 raise DraftFailure(str(error) or type(error).__name__) from error
         drafted = self.clock()
-        rows, tokens = self._verify(proposal)
+        merged, other, second_error, begun = Merged(proposal), [], '', drafted
+        if second is not None and proposal.tokens and self.merges:
+            try:
+                found, begun = self._propose(second.drafter, min(most, second.gamma))
+                chances = second.chances(proposal.tokens, found.tokens)
+                merged = graft(proposal, found.tokens, chances, second.branching)
+                other = found.tokens
+            except Exception as error:  # noqa: BLE001 (the first draft's tokens are good)
+                state.hold(position - 1)
+                second_error = str(error) or type(error).__name__
+        heard = self.clock()
+        rows, tokens = self._verify(merged.proposal)
         tokens = _cut(tokens, limit, stop_ids)
         state.keep([0, *rows][:len(tokens)])
         state.tokens += tokens
         state.hold(len(state.tokens) - 1)
-        accepted, draft_error = min(len(rows), len(tokens)), ''
+        right, draft_error = tokens[:len(rows)], ''
+        chain = common_prefix(proposal.tokens, right)
+        # Of an alternative that was right, the draft has run nothing.
+        accepted = chain + ((chain, right[chain]) in proposal.branches
+                            if chain < len(right) else 0)
         if drafter is not None:
-            # Of an alternative that was right, the draft has run nothing.
-            chain = sum(row == place for place, row in enumerate(rows[:accepted], start=1))
-            try:
-                drafter.update(state, chain)
-            except Exception as error:  # noqa: BLE001 (the tokens stand, whatever the draft does)
-                draft_error = str(error) or type(error).__name__
+            draft_error = self._update(drafter, chain)
+        if second is not None and not second_error:
+            second_error = self._update(second.drafter, common_prefix(other, tokens))
         end = self.clock()
         return tokens, StepRecord(
             draft='', desired='', position=position, drafted=len(proposal.tokens),
-            accepted=accepted, emitted=len(tokens), branches=len(proposal.branches),
-            t_catch_up=caught_up - start, t_draft=drafted - caught_up, t_verify=end - drafted,
-            duration=end - start, draft_error=draft_error)
+            accepted=accepted, emitted=len(tokens), branches=len(merged.proposal.branches),
+            t_catch_up=caught_up - start + begun - drafted, t_draft=drafted - caught_up, t_verify=end - heard,
+            duration=end - start, draft_error=draft_error,
+            second=second.id if other else '', second_drafted=merged.placed,
+            second_accepted=common_prefix(other[:merged.placed], right),
+            second_error=second_error, grafted=merged.alone, t_second=heard - begun)
+
+    @property
+    def merges(self) -> bool:
+        """Whether two drafts can be verified in one tree: target and sampler judge branches."""
+        return self.max_branches > 0 and self.sampler.branches
+
+    def _update(self, drafter: Drafter, accepted: int) -> str:
+        """Tell a draft what became of its proposal; what it raised, '' if it is well."""
+        try:
+            drafter.update(self.state, accepted)
+        except Exception as error:  # noqa: BLE001 (the tokens stand, whatever the draft does)
+            return str(error) or type(error).__name__
+        return ''
 
     def _verify(self, proposal: Proposal) -> tuple[list[int], list[int]]:
         """Run the target over a proposal: (rows of the tokens accepted, tokens to emit)."""
@@ -149,7 +199,7 @@ class Engine:
                  branching: Branching | None = None) -> tuple[Proposal, float]:
         """Let a draft catch up and propose; also says when it had caught up."""
         self.state.branching = None
-        if branching and self.max_branches and self.sampler.branches:
+        if branching and self.merges:
             self.state.branching = replace(branching,
                                            most=min(branching.most, self.max_branches))
         if drafter.lag(self.state) > drafter.rows_with_proposal:

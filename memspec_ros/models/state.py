@@ -15,8 +15,8 @@ of drafted tokens was accepted, its row moves up behind those before it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -256,17 +256,19 @@ class Proposal:
 
     tokens: a chain. ``probs`` [len(tokens), V] float32, or None for one-hot (a
     greedy draft, an n-gram): verification uses that q and nothing else.
-    branches: alternatives to tokens of the chain, (d, token): it stands where
-    token d does, and nothing is drafted after it.
+    branches: what stands beside the chain, (row, token) -> probability of being
+    right: the token follows row ``row`` of those to verify (0: the last committed
+    token, then the chain, then the branches in their order). A draft's own are
+    alternatives to tokens of its chain, which nothing is drafted after.
     """
 
     tokens: list[int]
     probs: Tensor | None = None
-    branches: Sequence[tuple[int, int]] = ()
+    branches: Mapping[tuple[int, int], float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, choices: Sequence[tuple[int, Tensor | None]],
-           branches: Sequence[tuple[int, int]] = ()) -> Proposal:
+           branches: Mapping[tuple[int, int], float]) -> Proposal:
         """Put together what ``DecodeState.choose`` returned, token by token, and branches."""
         rows = [q for _, q in choices if q is not None]
         return cls([token for token, _ in choices], torch.stack(rows) if rows else None, branches)

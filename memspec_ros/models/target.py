@@ -11,7 +11,7 @@ layers.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 import json
 import math
 from pathlib import Path
@@ -66,12 +66,12 @@ class Target(ABC):
 
     @abstractmethod
     def forward(self, state: DecodeState, tokens: list[int], last_only: bool = False,
-                branches: Sequence[tuple[int, int]] = ()) -> Tensor:
+                branches: Collection[tuple[int, int]] = ()) -> Tensor:
         """
         Run tokens after the committed positions; logits [T, V] (or [1, V]) in float32.
 
         The last ``len(branches)`` tokens are those of a proposal's branches, for a
-        target that ``verifies_trees``: each sees what stands before its place.
+        target that ``verifies_trees``: each sees the row it follows and what that one sees.
 
         Writes keys, values and hidden states of the new positions, but does not
         commit them: the caller decides with ``state.hold`` how many stay.
@@ -122,7 +122,7 @@ class LlamaTarget(Target):
 
     @torch.inference_mode()
     def forward(self, state: DecodeState, tokens: list[int], last_only: bool = False,
-                branches: Sequence[tuple[int, int]] = ()) -> Tensor:
+                branches: Collection[tuple[int, int]] = ()) -> Tensor:
         x = self.model.embed(torch.tensor([tokens], device=self.device))
         x = x.to(self.model.stream_dtype)
         start = state.held

@@ -19,9 +19,8 @@ from ..decoding.engine import CATCH_UP_ROWS, DraftFailure, Engine
 from ..decoding.output import OutputStream
 from ..decoding.stats import GenerationStats, StepRecord
 from ..decoding.verification import agreement
-from ..models.drafts import Drafter
-from ..models.state import Branching
 from ..models.tokenizer import Tokenizer
+from .drafting import Drafting, Way
 from .memory_guard import Limits
 from .policies import Plan, Policy
 from .ranking import Acceptance, RankingContext
@@ -34,8 +33,6 @@ _LOG = logging.getLogger(__name__)
 RECENT_TOKENS = 32
 # Iterations kept for windowed figures.
 KEPT_STEPS = 1024
-# Shorter repetitions are chance: two tokens in a row are often followed by another third.
-LEAST_MATCH = 3
 # Who waits for a load looks at cancellation and deadline this often, in seconds.
 _WAIT_SLICE_SEC = 0.02
 
@@ -47,7 +44,9 @@ class Settings:
 
     cache_capacity: K. scheduling_interval: N. speculate: False decodes plainly.
     copy: where the last tokens stood in the text before, copy what followed
-    instead of drafting, if that promises more tokens per second. verification: how
+    instead of drafting, if that promises more tokens per second. merge: verify what a
+    second draft proposes, or what would be copied, in one tree with what the active
+    draft does, likewise. verification: how
     drafted tokens of a request that samples are judged (decoding.sampler). min_confidence:
     a draft less sure of its next token than that proposes no more.
     wait_for_first_load: decode only when the first draft is there, as in the paper
@@ -58,6 +57,7 @@ class Settings:
     scheduling_interval: int = 4
     speculate: bool = True
     copy: bool = True
+    merge: bool = True
     verification: str = 'coupled'
     min_confidence: float = 0.0
     wait_for_first_load: bool = False
@@ -79,8 +79,6 @@ class _Turn:
     active: str = ''
     previous: str = ''
     warming: str = ''
-    # A copier that was not asked this time, and what it would have said.
-    overheard: tuple[str, list[int]] | None = None
     # What other drafts proposed (Plan.probe), and after how many output tokens.
     probes: dict[str, list[int]] = field(default_factory=dict)
     probed_at: int = 0
@@ -110,6 +108,7 @@ class Controller:
         self.settings = settings
         self.stop_ids = stop_ids
         self.limits = Limits()
+        self.drafting = Drafting(engine, residency)
         self.sessions = SessionStore()
         # Whose conversation the engine's buffers hold.
         self._session = ''
@@ -250,15 +249,15 @@ class Controller:
         if at_boundary or (loaded and not self.residency.is_ready(turn.active)):
             self._schedule(turn, first=False)
         self._warm(turn)
-        draft, drafter, gamma = self._drafting(turn)
-        gamma = min(gamma, self.limits.gamma)
+        way = self._way(turn)
+        draft, drafter, gamma = way.draft, way.drafter, way.gamma
         # A draft that is still catching up was not asked, and has not failed to answer.
         cold = drafter is not None and drafter.lag(self.engine.state) > CATCH_UP_ROWS
         limit = turn.request.max_new_tokens - len(turn.output.token_ids)
         stop_ids = frozenset() if turn.request.ignore_eos else self.stop_ids
         try:
-            branching = self._branching(draft, gamma)
-            tokens, step = self.engine.step(drafter, gamma, limit, stop_ids, branching)
+            tokens, step = self.engine.step(drafter, gamma, limit, stop_ids, way.branching,
+                                            way.second)
         except DraftFailure as failure:
             self._give_up(turn, draft, str(failure))
             drafter = None
@@ -273,50 +272,27 @@ class Controller:
         # What a copier has accepted where it found a match says nothing of where it does not.
         if drafter is not None and min(gamma, limit - 1) > 0 and not cold and not copied:
             turn.context.acceptance.setdefault(step.draft, Acceptance()).add(step)
-        self.draft_length.observe(step)
-        if turn.overheard is not None:
-            self.draft_length.overhear(*turn.overheard, tokens)
-        if step.draft_error:
-            self._give_up(turn, step.draft, step.draft_error)
+        self.drafting.learn(self.draft_length, way, step, tokens)
+        for failed, reason in ((step.draft, step.draft_error),
+                               (way.second and way.second.id, step.second_error)):
+            if reason:
+                self._give_up(turn, failed, reason)
         text, taken = turn.output.add(tokens)
         # A stop string within the block: what comes after it was never part of the answer.
         step.emitted, step.accepted = taken, min(step.accepted, taken)
+        step.second_accepted = min(step.second_accepted, taken)
         self.policy.observe(step)
         chunk = Chunk(seq, text, tokens[:taken], step.draft if step.drafted else '', step=step)
         return step, chunk
 
-    def _drafting(self, turn: _Turn) -> tuple[str, Drafter | None, int]:
-        """
-        Who drafts this iteration, and how much: the active draft, or one that copies.
-
-        Slot-free drafts are always there, so that one of them may step in
-        wherever the text repeats itself, whatever the policy has chosen.
-        """
-        turn.overheard = None
+    def _way(self, turn: _Turn) -> Way:
+        """Who drafts this iteration, and how much."""
         if not self.settings.speculate:
-            return '', None, 0
-        draft, drafter = turn.active, self.residency.drafter(turn.active)
-        gamma = self.draft_length.choose(draft) if drafter is not None else 0
-        for copier in self.residency.slot_free if self.settings.copy else ():
-            copying = self.residency.drafter(copier)
-            if (copier == draft or copying is None or not copying.copies
-                    or copying.match(self.engine.state) < LEAST_MATCH):
-                continue
-            count = self.draft_length.choose(copier)
-            if self.draft_length.speed(copier, count) > self.draft_length.speed(draft, gamma):
-                return copier, copying, count
-            turn.overheard = (copier, copying.propose(
-                self.engine.state, self.draft_length.max_gamma).tokens)
-            break
-        return draft, drafter, gamma
-
-    def _branching(self, draft: str, gamma: int) -> Branching | None:
-        """Whether and how a draft may name alternatives to what it proposes."""
-        most = self.engine.max_branches
-        if not most or not gamma or self.limits.gamma < self.engine.max_gamma:
-            return None
-        adaptive = self.draft_length.adaptive
-        return Branching(most, self.draft_length.worth_of_row(draft, gamma) if adaptive else 0.0)
+            return Way('', None, 0)
+        way = self.drafting.choose(self.draft_length, turn.active, turn.plan.preferred,
+                                   self.settings.copy, self.settings.merge)
+        limit = self.limits.gamma
+        return way.within(limit) if limit < self.engine.max_gamma else way
 
     def _schedule(self, turn: _Turn, first: bool) -> None:
         """Interval boundary: rank (Algorithm 1), steer residency (2), choose the draft (3)."""
