@@ -110,6 +110,19 @@ class Engine:
             state.hold(len(state.tokens) - 1)
         return proposal.tokens
 
+    def judge(self, drafter: Drafter, catch_up: bool) -> tuple[int, int]:
+        """
+        (right, judged) of a draft on tokens of the answer, see Drafter.judge; DraftFailure.
+
+        catch_up: over what it lags behind, first, as far as one iteration lets it.
+        """
+        try:
+            if catch_up:
+                drafter.catch_up(self.state, CATCH_UP_ROWS)
+            return drafter.judge(self.state)
+        except Exception as error:
+            raise DraftFailure(str(error) or type(error).__name__) from error
+
     def step(self, drafter: Drafter | None, gamma: int, limit: int, stop_ids: frozenset[int],
              branching: Branching | None = None, second: Second | None = None
              ) -> tuple[list[int], StepRecord]:

@@ -298,6 +298,8 @@ class Controller:
         """Interval boundary: rank (Algorithm 1), steer residency (2), choose the draft (3)."""
         start, waited = self.clock(), turn.t_wait
         self._judge_probes(turn)
+        if self.policy.judges and self.settings.speculate and turn.output.token_ids:
+            self._judge(turn)
         self._look(turn, first)
         turn.plan = plan = self._plan(turn)
         if self.capacity != self.residency.capacity:
@@ -357,6 +359,21 @@ class Controller:
                 self.residency.update(plan.ranked, turn.active or None, plan.working_set,
                                       plan.prefetch)
         turn.t_wait += self.clock() - start
+
+    def _judge(self, turn: _Turn) -> None:
+        """Hold every READY draft against what was emitted since it was last asked."""
+        for draft in self.residency.ready:
+            drafter = self.residency.drafter(draft)
+            if not drafter.judges:
+                continue
+            try:
+                # The active one catches up anyway, as it drafts.
+                right, count = self.engine.judge(drafter, catch_up=draft != turn.active)
+            except DraftFailure as failure:
+                self.residency.fail(draft, str(failure))
+                continue
+            if count:
+                self.policy.judged(draft, right, count)
 
     def _probe(self, turn: _Turn, plan: Plan) -> None:
         """Ask the READY drafts that are not to draft, for a policy that compares them all."""

@@ -25,11 +25,13 @@ class Drafter(ABC):
     A drafter may hold a cache of its own. It then knows how many committed
     positions the cache covers (``cached``), and catches up before it proposes.
     A lag of at most ``rows_with_proposal`` it makes up while it proposes. One
-    that ``copies`` knows by ``match`` where it is of use, and says nothing elsewhere.
+    that ``copies`` knows by ``match`` where it is of use, and says nothing elsewhere. One
+    that ``judges`` can say how it would have done where it did not draft.
     """
 
     rows_with_proposal = 0
     copies = False
+    judges = False
 
     def __init__(self) -> None:
         self.cached = 0
@@ -65,6 +67,16 @@ class Drafter(ABC):
 
     def catch_up(self, state: DecodeState, limit: int) -> None:
         """Bring the cache up to date with at most ``limit`` committed positions."""
+
+    def judge(self, state: DecodeState) -> tuple[int, int]:
+        """
+        (right, judged) of the answer's tokens that it has read since it was last asked.
+
+        Right is a token that was its first choice after the true ones before it. It
+        runs nothing that it has not run: tokens that it lags behind are not judged
+        yet. (0, 0) for drafts that do not judge.
+        """
+        return 0, 0
 
     def restart(self, kept: int) -> None:
         """Begin a new prompt that shares its first ``kept`` positions with the last."""
