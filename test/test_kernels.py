@@ -155,6 +155,18 @@ def test_logits_are_those_of_float32_with_the_same_weights(tmp_path, chosen, tie
 
 
 @needs_half
+@pytest.mark.parametrize('packed', [False, True])
+def test_float16_is_held_so_too_and_plain_tensors_of_it_are_not_taken_for_it(model_dirs, chosen,
+                                                                             packed):
+    chosen(True)
+    target = load_target(model_dirs / 'target', torch.float16, CPU, 64, packed=packed)
+    assert target.model.stream_dtype is (torch.float32 if packed else torch.float16)
+    full = load_target(model_dirs / 'target', torch.float32, CPU, 64)
+    ids = PROMPTS[3]
+    assert (logits(target, ids) - logits(full, ids)).abs().mean() < 0.05
+
+
+@needs_half
 def test_a_tied_table_is_in_memory_once(tmp_path, chosen):
     chosen(True)
     model = build_llama(1, tie_word_embeddings=True).bfloat16()

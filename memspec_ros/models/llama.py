@@ -176,9 +176,12 @@ class LayerWeights:
     @property
     def kinds(self) -> set[str]:
         """What its matrices are made of: quantised kinds, or types."""
-        matrices = (getattr(self, name) for name in self.MATRICES)
         return {matrix.kind if isinstance(matrix, Matrix)
-                else str(matrix.dtype).removeprefix('torch.') for matrix in matrices}
+                else str(matrix.dtype).removeprefix('torch.') for matrix in self.matrices()}
+
+    def matrices(self) -> list[Tensor | Matrix]:
+        """Its matrices, in the order of MATRICES."""
+        return [getattr(self, name) for name in self.MATRICES]
 
     @property
     def bytes(self) -> int:
@@ -419,7 +422,8 @@ class Llama:
         if head is None:
             head = (embedding if config.tied_embeddings
                     else check(names[1], need(names[1]), size))
-        if all(layer.kinds == {HalfMatrix.kind} for layer in layers):
+        if all(isinstance(matrix, Matrix) and matrix.kind == HalfMatrix.kind
+               for layer in layers for matrix in layer.matrices()):
             norm = norm.float()
             layers = [layer.streaming(norm.dtype) for layer in layers]
         return cls(config, embedding, layers, norm, head, context, table)
