@@ -10,7 +10,13 @@ import torch
 from .memory import preflight, process
 from .memory.allocator import MIB
 from .memory.footprint import Demand, FootprintModel
-from .memory.pressure import gauge_of, PressureGauge, PressureReading, shares_system_memory
+from .memory.pressure import (
+    gauge_of,
+    PressureGauge,
+    PressureReading,
+    shares_system_memory,
+    UNLIMITED,
+)
 from .models.bundle import Bundle
 from .models.errors import InsufficientMemoryError
 from .runtime.memory_guard import Level, MemoryGuard, Thresholds
@@ -38,6 +44,8 @@ class NodeMemory:
         self._affordable_capacity = 0
         self._freed = False
         self._gauge = PressureGauge()
+        # Bytes of the budget that what idle conversations have read may take.
+        self._conversations_room = UNLIMITED
 
     @property
     def guard(self) -> MemoryGuard | None:
@@ -70,6 +78,7 @@ class NodeMemory:
             demand, preflight.room_bytes(available, model.runtime, budget, min_free))
         footprint = model.of(replace(demand, capacity=self.wanted_capacity()))
         preflight.check(footprint, model.of(demand), available, budget, min_free)
+        self._conversations_room = budget - footprint.total if budget else UNLIMITED
         self._node.get_logger().info(
             f'needs {footprint.needed / MIB:.0f} MiB beside the {model.runtime / MIB:.0f} MiB of '
             f'its libraries; {available / MIB:.0f} MiB are available; '
@@ -82,6 +91,8 @@ class NodeMemory:
 
     def watch(self, runtime: Runtime, worker: GenerationWorker) -> None:
         """Give memory of ``runtime`` back under pressure from now on."""
+        room = self._conversations_room
+        runtime.controller.sessions.room = lambda: room
         guard = MemoryGuard(runtime.controller, self.thresholds, runtime.controller.clock)
         self._watched, self._freed = (runtime, worker, guard), False
         self._check()

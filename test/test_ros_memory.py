@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from pathlib import Path
 import re
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,10 +20,15 @@ pytest.importorskip('memspec_ros.srv')
 
 from diagnostic_msgs.msg import DiagnosticArray, DiagnosticStatus  # noqa: E402
 from ros_peer import LONG, Status  # noqa: E402
+import torch  # noqa: E402
 
 from memspec_ros.memory.pressure import ROOT_VARIABLE  # noqa: E402
+from memspec_ros.models.bundle import load_bundle  # noqa: E402
+from memspec_ros.models.target_files import locate_target  # noqa: E402
 from memspec_ros.msg import DraftResidency, Residency  # noqa: E402
-from memspec_ros.runtime.memory_guard import Level  # noqa: E402
+from memspec_ros.node_memory import NodeMemory  # noqa: E402
+from memspec_ros.runtime.memory_guard import Level, Limits  # noqa: E402
+from memspec_ros.runtime.sessions import SessionStore  # noqa: E402
 
 pytest_plugins = ['ros_fixtures']
 
@@ -235,3 +242,29 @@ def test_a_process_that_takes_the_memory_in_mid_run(start_node, group):
         if hog is not None:
             hog.kill()
             hog.wait()
+
+
+def test_idle_conversations_take_no_more_than_the_budget_leaves(ros_bundle):
+    value = {'memory.min_free_mib': 0, 'memory.stall_percent': 0.0, 'memory.recover_sec': 1.0,
+             'memory.budget_mib': 1 << 16, 'weights': 'auto', 'context.max_tokens': 256,
+             'draft.max_tokens': 4, 'draft.max_branches': 4, 'cache_capacity': 1}
+    node = SimpleNamespace(parameters=value, get_logger=lambda: logging.getLogger('test'),
+                           create_timer=lambda *_, **__: None)
+    bundle = load_bundle(ros_bundle)
+    locate_target(bundle)
+
+    def room(budget_mib):
+        value['memory.budget_mib'] = budget_mib
+        memory = NodeMemory(node, None, None)
+        memory.preflight(bundle, torch.float32, torch.device('cpu'))
+        controller = SimpleNamespace(sessions=SessionStore(), clock=time.monotonic,
+                                     limits=Limits())
+        memory._check = lambda: None  # what it gives up is tested elsewhere
+        memory.watch(SimpleNamespace(controller=controller), None)
+        return controller.sessions
+
+    wide, narrow = room(1 << 16), room((1 << 16) - 1)
+    assert wide.room() - narrow.room() == 1 << 20
+    assert 0 < narrow.room() < 1 << 36
+    assert narrow.make_room(narrow.room()) and not narrow.make_room(narrow.room() + 1)
+    assert room(0).make_room(1 << 50)  # no budget: as long as memory is not short
