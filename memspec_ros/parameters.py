@@ -136,7 +136,7 @@ PARAMETERS: tuple[ParameterSpec, ...] = (
     _p('draft.adaptive', True, 'Draft fewer tokens, or none, where more do not pay.', CONFIGURE),
     _p('draft.copy', True, 'Where the answer repeats what stands in the text already, copy it '
        'instead of drafting.', LIVE),
-    _p('draft.merge', True, 'Verify what would be copied, or what a second draft in memory '
+    _p('draft.merge', False, 'Verify what would be copied, or what a second draft in memory '
        "proposes, in one pass with the active draft's tokens, where that pays.", LIVE),
     _p('draft.min_confidence', 0.0, 'A draft proposes no more once its next token has less '
        'than this probability; 0 = off.', REQUEST, 0.0, 1.0),

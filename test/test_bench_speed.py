@@ -259,6 +259,26 @@ def test_llama_cpp_itself(full_bundle, prompts, tmp_path):
         assert result['ratios'][name] > 0
 
 
+# --- trees ---
+
+def test_trees(full_bundle, prompts, tmp_path, capfd):
+    file = tmp_path / 'trees.json'
+    assert bench('trees', full_bundle, '--prompts', prompts, '--max-new-tokens', '8',
+                 '--fixed-draft-length', '--json', file) == 0
+    result = json.loads(file.read_text())
+    ways = ['plain', 'chains', 'branches', 'merged']
+    for entry in [*result['domains'].values(), result['gmean']]:
+        assert list(entry) == ways and entry['plain']['tokens_per_iteration'] == 1.0
+        assert all(entry[way]['tokens_per_iteration'] >= 1 for way in ways)
+    assert result['outputs_differing_from_plain'] == dict.fromkeys(ways[1:], 0)
+    assert 'merged over branches' in capfd.readouterr().out
+
+
+def test_without_trees_there_is_nothing_to_race(full_bundle, prompts, capfd):
+    assert bench('trees', full_bundle, '--prompts', prompts, '--branches', '0') == 1
+    assert '--branches 1 or more' in capfd.readouterr().err
+
+
 # --- gamma ---
 
 def test_gamma(full_bundle, prompts, tmp_path, capfd):

@@ -225,7 +225,8 @@ def test_sampled_trees_give_the_targets_distribution():
 
 
 @pytest.mark.parametrize(('sampling', 'verification'), [
-    (Sampling(temperature=0.9, seed=4), 'rejection'), (Sampling(repetition_penalty=1.2), 'coupled')])
+    (Sampling(temperature=0.9, seed=4), 'rejection'),
+    (Sampling(repetition_penalty=1.2), 'coupled')])
 def test_nothing_is_merged_where_rows_depend_on_what_is_beside_them(engine, make_drafter, sampling,
                                                                     verification):
     try:
@@ -273,7 +274,8 @@ def until(last):
 
 @pytest.mark.parametrize(('first', 'second', 'emitted', 'accepted', 'told'), [
     # Both right at first, the second one longer; only it; only the first; neither.
-    (until(4), until(6), [4, 5, 6, 7], (1, 3), [1, 3]), (until(0), until(5), [4, 5, 6], (0, 2), [0, 2]),
+    (until(4), until(6), [4, 5, 6, 7], (1, 3), [1, 3]),
+    (until(0), until(5), [4, 5, 6], (0, 2), [0, 2]),
     (until(5), until(0), [4, 5, 6], (2, 0), [2, 0]), (until(0), until(0), [4], (0, 0), [0, 0]),
     # One goes on where the other's chain has ended.
     (counting, counting, [4, 5, 6, 7, 8], (3, 4), [3, 4])])
@@ -361,6 +363,7 @@ def bench_of(first, second, row_sec=0.002, **options):
                   target=TreeTarget, row_sec=row_sec, branches=4, **options)
     for rows in range(1, 10):
         bench.controller.draft_length.calibrate(rows, 0.1 + row_sec * rows)
+    bench.settings.merge = True
     return bench
 
 

@@ -12,8 +12,8 @@ from memspec_ros.training.trace_figures import (
     choose_tree,
     format_tables,
     iterations,
-    merged_accepted,
     measure,
+    merged_accepted,
     tree_accepted,
 )
 from memspec_ros.training.trace_store import Trace, TraceHeader

@@ -48,7 +48,11 @@ def far_bundle(bundle_maker, model_dirs):
 
 @pytest.mark.parametrize('verification', ['coupled', 'rejection'])
 def test_a_bundle_passes(verify, verification):
-    status, result, out = verify('--tokens', '900', '--verification', verification)
+    status, result, out = verify('--tokens', '900', '--merge', '--verification', verification)
+    # Beforehand: what is going to be done, and for how long.
+    plan = next(line for line in out.splitlines() if line.startswith('to do: '))
+    assert '3 prompts with 75 continuations' in plan and plan.endswith(' min.')
+    assert out.index(plan) < out.index('exact') < out.index('greedy: 1 of 3')
     assert status == 0 and result['pass'] is True
     assert result['greedy']['equal'] == result['greedy']['total'] == 3
     assert 0.001 < result['chi_square']['p'] <= 1 and result['chi_square']['tokens'] == 900

@@ -15,6 +15,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+import time
 
 import torch
 from torch import Tensor
@@ -38,6 +39,8 @@ CONTINUATION = 4
 SAMPLED = Sampling(temperature=0.7, top_k=50, top_p=0.95, min_p=0.02, repetition_penalty=1.1)
 # Continuations that transformers samples at once.
 _BATCH = 64
+# Continuations after which a line of progress is due.
+_PROGRESS_EVERY = 50
 PROMPTS = (
     'Name three uses of a depth camera.', 'Write a Python function that reverses a string.',
     'What is 17 times 6? Show the steps.', 'Bring me the blue cup from the kitchen.',
@@ -70,6 +73,7 @@ def verify(options: RuntimeOptions, bundle: str, prompts: Path | None, count: in
                 f'{runtime.bundle.directory}: nothing would be drafted, so that there is nothing '
                 'to verify; choose a bundle with drafts and --draft-tokens 1 or more')
         contest = _Contest(runtime)
+        report(_plan(contest, texts, max_new_tokens, tokens))
         result = {
             'exact': _exact(report),
             'greedy': contest.greedy(texts, max_new_tokens, report),
@@ -85,6 +89,25 @@ def verify(options: RuntimeOptions, bundle: str, prompts: Path | None, count: in
                                   'nothing was verified; see `memspec info`')
     result['pass'] = all(result[part]['pass'] for part in ('exact', 'greedy', 'chi_square'))
     return result
+
+
+def rounds_of(tokens: int, prompts: int) -> int:
+    """Continuations of each prompt, for about so many tokens in all."""
+    return max(1, round(tokens / (CONTINUATION * prompts)))
+
+
+def _plan(contest: _Contest, texts: Sequence[str], max_new_tokens: int, tokens: int) -> str:
+    """What is going to be done, and about how long it takes, by a short answer that is timed."""
+    rounds = rounds_of(tokens, len(texts))
+    contest.warm_up(texts[0], CONTINUATION)  # the first pays for kernels and loads
+    start = time.monotonic()
+    contest.warm_up(texts[0], CONTINUATION)
+    each = time.monotonic() - start
+    # A greedy answer is as many times longer, and the exact distributions take about a minute.
+    seconds = each * (rounds * len(texts) + len(texts) * max_new_tokens / CONTINUATION) + 60
+    return (f'to do: exact distributions; {len(texts)} greedy answers of at most {max_new_tokens} '
+            f'tokens; {len(texts)} prompts with {rounds} continuations of {CONTINUATION} tokens '
+            f'by each method. About {max(1, round(seconds / 60))} min.')
 
 
 def _exact(report: Callable[[str], None]) -> dict:
@@ -107,6 +130,13 @@ class _Contest:
         self._model = load_reference(directory, runtime.target.dtype, runtime.target.device)
         self.drafted = self.accepted = 0
 
+    def warm_up(self, text: str, limit: int) -> None:
+        """Answer once by each method; counts for nothing."""
+        _, prompt = self._ours(text, limit, replace(SAMPLED, seed=1), ignore_eos=True)
+        # Of a batch, each costs a share.
+        self._generate(prompt, 1, do_sample=False)
+        self.drafted = self.accepted = 0
+
     def greedy(self, texts: Sequence[str], limit: int, report: Callable[[str], None]) -> dict:
         """Answers that are equal, of how many; and the others, each with its near-tie."""
         tolerance = TOLERANCES[self._runtime.target.dtype]
@@ -124,7 +154,7 @@ class _Contest:
 
     def sampled(self, texts: Sequence[str], tokens: int, report: Callable[[str], None]) -> dict:
         """Two-sample chi-square test over about so many tokens of each method."""
-        rounds = max(1, round(tokens / (CONTINUATION * len(texts))))
+        rounds = rounds_of(tokens, len(texts))
         strata: dict[tuple, tuple[Counter, Counter]] = defaultdict(lambda: (Counter(), Counter()))
         for place, text in enumerate(texts):
             ours = []
@@ -132,6 +162,9 @@ class _Contest:
                 params = replace(SAMPLED, seed=1 + place * rounds + number)
                 ids, prompt = self._ours(text, CONTINUATION, params, ignore_eos=True)
                 ours.append(ids)
+                if (number + 1) % _PROGRESS_EVERY == 0:
+                    report(f'sampled: prompt {place + 1} of {len(texts)}, {number + 1} of '
+                           f'{rounds} continuations')
             torch.manual_seed(1 + place)
             theirs = [ids for first in range(0, rounds, _BATCH)
                       for ids in self._sample(prompt, min(_BATCH, rounds - first))]

@@ -38,8 +38,8 @@ def measure(prompts: Path, configurations: Sequence[Configuration], options: Run
     Sweep gamma from 1 to ``options.max_gamma`` in all ``configurations``, one after another.
 
     per_domain: prompts of each domain, 0 for all. wanted: ids of the drafts to
-    sweep in configurations that name none, empty for all. Returns ``configurations`` (one a draft of each, see
-    docs/benchmarks.md). Raises MemSpecError.
+    sweep in configurations that name none, empty for all. Returns
+    ``configurations`` (one a draft of each, see docs/benchmarks.md). Raises MemSpecError.
     """
     texts = choose_prompts(prompts, per_domain)
     groups = group(configurations, wanted)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..models.bundle import Bundle, load_bundle
+from ..models.bundle import Bundle
 from ..models.errors import InvalidRequestError
 from ..models.packing import WEIGHT_KINDS
 from ..runtime.runtime import DTYPES
@@ -84,10 +84,10 @@ def group(configurations: Sequence[Configuration], wanted: Sequence[str] = ()) -
     groups = []
     for (place, dtype, weights), same in members.items():
         # Bundles keep what they make for a target: each group has its own.
-        bundles = {path: open_bundles([path])[0] for path in {c.bundle for c in same}}
-        bundle = bundles[same[0].bundle]
-        bundles.update((path, load_bundle(path)) for path in {c.draft_bundle for c in same}
-                       - {'', *bundles})
+        own = same[0].bundle
+        bundles = {path: open_bundles([path])[0] for path in dict.fromkeys(
+            [own, *(c.bundle for c in same), *(c.draft_bundle for c in same if c.draft_bundle)])}
+        bundle = bundles[own]
         entrants: list[Entrant] = []
         for configuration in same:
             _add(entrants, _named(configuration, bundles) if configuration.draft else

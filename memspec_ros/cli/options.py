@@ -45,7 +45,7 @@ def add_runtime_options(parser: argparse.ArgumentParser) -> None:
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
     """Those of them that say nothing of how drafts are scheduled."""
     # Those that do, which ``runtime_options`` wants too where a command does not offer them.
-    parser.set_defaults(cache_capacity=2, scheduling_interval=4, policy='memspec', merge=True,
+    parser.set_defaults(cache_capacity=2, scheduling_interval=4, policy='memspec', merge=False,
                         storage_mb_per_sec=0.0, storage_latency_ms=0.0, cold_storage=False)
     parser.add_argument('--bundle', default='', metavar='DIR',
                         help='model bundle (default: the installed one)')

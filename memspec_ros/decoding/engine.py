@@ -177,8 +177,8 @@ class Engine:
         return tokens, StepRecord(
             draft='', desired='', position=position, drafted=len(proposal.tokens),
             accepted=accepted, emitted=len(tokens), branches=len(merged.proposal.branches),
-            t_catch_up=caught_up - start + begun - drafted, t_draft=drafted - caught_up, t_verify=end - heard,
-            duration=end - start, draft_error=draft_error,
+            t_catch_up=caught_up - start + begun - drafted, t_draft=drafted - caught_up,
+            t_verify=end - heard, duration=end - start, draft_error=draft_error,
             second=second.id if other else '', second_drafted=merged.placed,
             second_accepted=common_prefix(other[:merged.placed], right),
             second_error=second_error, grafted=merged.alone, t_second=heard - begun)

@@ -68,7 +68,7 @@ class Merging:
 
     def speed(self, length: DraftLength, first: str, gamma: int, second: str, count: int,
               most: int) -> float:
-        """Expected tokens per second with ``count`` of ``second`` beside ``gamma`` of ``first``."""
+        """Expected tokens/s with ``count`` tokens of ``second`` beside ``gamma`` of ``first``."""
         figures = self._pairs.get((first, second), _Figures())
         rows = (figures.rows + count * _PRIOR_WEIGHT) / (figures.iterations + _PRIOR_WEIGHT)
         cost = (length.drafting_cost(first, gamma) + length.drafting_cost(second, count)

@@ -268,7 +268,8 @@ class Proposal:
 
     @classmethod
     def of(cls, choices: Sequence[tuple[int, Tensor | None]],
-           branches: Mapping[tuple[int, int], float]) -> Proposal:
+           branches: Mapping[tuple[int, int], float] | None = None) -> Proposal:
         """Put together what ``DecodeState.choose`` returned, token by token, and branches."""
         rows = [q for _, q in choices if q is not None]
-        return cls([token for token, _ in choices], torch.stack(rows) if rows else None, branches)
+        return cls([token for token, _ in choices], torch.stack(rows) if rows else None,
+                   branches or {})

@@ -57,7 +57,7 @@ class Settings:
     scheduling_interval: int = 4
     speculate: bool = True
     copy: bool = True
-    merge: bool = True
+    merge: bool = False
     verification: str = 'coupled'
     min_confidence: float = 0.0
     wait_for_first_load: bool = False
