@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from ..models.drafts import Drafter
+from ..models.kv_options import KVOptions
 from ..models.state import Branching, Proposal
 from ..models.target import Target
 from .sampler import make_sampler
@@ -40,17 +41,21 @@ class Engine:
     max_branches: most alternatives to them verified beside it
     depths: hidden states to keep (what the bundle's drafts read)
     clock: seconds, monotonic
+    kv: how keys and values of old positions are kept
 
     """
 
     def __init__(self, target: Target, context: int, max_gamma: int,
-                 depths: frozenset[int], clock: Callable[[], float], max_branches: int = 0):
+                 depths: frozenset[int], clock: Callable[[], float], max_branches: int = 0,
+                 kv: KVOptions = KVOptions()):
         self.target = target
         self.context = context
         self.max_gamma = max_gamma
         self.max_branches = max_branches if target.verifies_trees else 0
         self.clock = clock
-        self.state = target.new_state(context + max_gamma + self.max_branches + 1, depths)
+        rows = max_gamma + self.max_branches + 1
+        self.state = (target.new_state(context + rows, depths) if kv.exact else
+                      target.new_lossy_state(kv, context, rows, depths))
         self.use(Sampling())
 
     def use(self, sampling: Sampling, verification: str = 'coupled',
@@ -68,8 +73,9 @@ class Engine:
         """
         state = self.state
         yield state.restart(prompt)
-        while state.held < len(prompt) - 1:
-            rows = prompt[state.held:min(state.held + chunk, len(prompt) - 1)]
+        while state.held < state.last:
+            state.make_room()
+            rows = state.read(state.held, min(state.held + min(chunk, state.reach), state.last))
             self.target.forward(state, rows, last_only=True)
             state.hold(state.held + len(rows))
             yield state.held
@@ -81,14 +87,14 @@ class Engine:
         It catches up first, as far as one iteration lets it. Raises DraftFailure.
         """
         state = self.state
-        gamma = min(gamma, self.max_gamma, self.context - len(state.tokens) - 1)
+        gamma = min(gamma, self._most_drafted())
         try:
             proposal = self._propose(drafter, max(0, gamma))[0]
             drafter.update(state, 0)
         except Exception as error:
             raise DraftFailure(str(error) or type(error).__name__) from error
         finally:
-            state.hold(len(state.tokens) - 1)
+            state.hold(state.last)
         return proposal.tokens
 
     def step(self, drafter: Drafter | None, gamma: int, limit: int, stop_ids: frozenset[int],
@@ -103,21 +109,21 @@ class Engine:
         """
         state = self.state
         position = len(state.tokens)
-        gamma = min(gamma, self.max_gamma, limit - 1, self.context - position - 1)
+        gamma = min(gamma, limit - 1, self._most_drafted())
         start = caught_up = self.clock()
         proposal = Proposal([])
         if drafter is not None and gamma > 0:
             try:
                 proposal, caught_up = self._propose(drafter, gamma, branching)
             except Exception as error:
-                state.hold(position - 1)
+                state.hold(state.last)
                 raise DraftFailure(str(error) or type(error).__name__) from error
         drafted = self.clock()
         rows, tokens = self._verify(proposal)
         tokens = _cut(tokens, limit, stop_ids)
         state.keep([0, *rows][:len(tokens)])
         state.tokens += tokens
-        state.hold(len(state.tokens) - 1)
+        state.hold(state.last)
         accepted, draft_error = min(len(rows), len(tokens)), ''
         if drafter is not None:
             # Of an alternative that was right, the draft has run nothing.
@@ -132,6 +138,13 @@ class Engine:
             accepted=accepted, emitted=len(tokens), branches=len(proposal.branches),
             t_catch_up=caught_up - start, t_draft=drafted - caught_up, t_verify=end - drafted,
             duration=end - start, draft_error=draft_error)
+
+    def _most_drafted(self) -> int:
+        """Most tokens that may be drafted now; room is made for the next row where there is none."""
+        state = self.state
+        state.make_room()
+        most = min(self.max_gamma, state.reach - 1)
+        return most if state.eviction else min(most, self.context - len(state.tokens) - 1)
 
     def _verify(self, proposal: Proposal) -> tuple[list[int], list[int]]:
         """Run the target over a proposal: (rows of the tokens accepted, tokens to emit)."""

@@ -203,15 +203,16 @@ class Controller:
             common = state.resume(parked)
             for drafter in self.residency.drafters():
                 drafter.restart(common)
+                drafter.dropped = state.dropped
 
     def _prefill(self, turn: _Turn) -> Finish | None:
         """Run the prompt while the first draft loads; None when ready to decode."""
         self.engine.use(replace(turn.request.sampling, stop_ids=self.stop_ids),
                         self.settings.verification, self.settings.min_confidence)
         chunks = self.engine.prefill(turn.request.prompt_ids)
-        turn.stats.cached_tokens = kept = next(chunks)
+        turn.stats.cached_tokens = next(chunks)
         for drafter in self.residency.drafters():
-            drafter.restart(kept)
+            drafter.begin(self.engine.state)
         finish = self._interruption(turn)
         while finish is None and next(chunks, None) is not None:
             self.residency.poll()

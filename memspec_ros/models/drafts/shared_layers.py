@@ -17,9 +17,10 @@ from torch import Tensor
 import torch.nn.functional as F
 
 from ..errors import BundleError, UnsupportedModelError
+from ..kv_cache import KVCache
 from ..llama import layer_shapes, LayerWeights, LlamaConfig, run_layers
 from ..packing import linear
-from ..state import DecodeState, KVCache, Proposal, TargetRun
+from ..state import DecodeState, Proposal, TargetRun
 from ..target import LlamaTarget
 from ..tree import choose_branches
 from .base import Drafter, DraftKind, rank_windows, token_ranks
@@ -51,7 +52,16 @@ class SharedLayersDrafter(Drafter):
                           target.model.attention_dtype, target.device)
 
     def lag(self, state: DecodeState) -> int:
+        self.follow(state)
         return max(0, state.held - self.cached)
+
+    @torch.inference_mode()
+    def evict(self, first: int, count: int) -> int:
+        if self.cached < first + count:
+            return super().evict(first, count)
+        # Its own cache moves up as the target's does, instead of being built anew.
+        self.kv.drop(first, count, self.cached, self.target.model.rope.turn_back)
+        return self.cached - count
 
     @torch.inference_mode()
     def catch_up(self, state: DecodeState, limit: int) -> None:
@@ -127,7 +137,7 @@ class SharedLayersDrafter(Drafter):
     def _run_top(self, x: Tensor, start: int) -> Tensor:
         config = self.target.model.config
         rope = self.target.model.rope.at(start, x.shape[1])
-        return run_layers(config, self.layers, x, self.kv.keys, self.kv.values, start, rope)
+        return run_layers(config, self.layers, x, self.kv, start, rope)
 
 
 class SharedLayersKind(DraftKind):
