@@ -241,7 +241,7 @@ class MemSpecNode(ResponsiveLifecycleNode):
         budget, min_free = value['memory.budget_mib'] * MIB, value['memory.min_free_mib'] * MIB
         available = preflight.available_bytes(device)
         demand = Demand(value['context.max_tokens'], value['draft.max_tokens'], 0,
-                        branches=value['draft.max_branches'])
+                        branches=value['draft.max_branches'], kv=value.kv)
         self._affordable_capacity = model.affordable_capacity(
             demand, preflight.room_bytes(available, model.runtime, budget, min_free))
         footprint = model.of(replace(demand, capacity=self.capacity()))
@@ -258,7 +258,7 @@ class MemSpecNode(ResponsiveLifecycleNode):
             max_branches=value['draft.max_branches'],
             adaptive=value['draft.adaptive'], policy=value['policy'], ucb_c=value['ucb.c'],
             ucb_per_iteration=value['ucb.per_iteration'], threads=value['threads'],
-            settings=_LiveSettings(self))
+            kv=value.kv, settings=_LiveSettings(self))
 
     def _activate(self, state) -> object:
         result = super().on_activate(state)

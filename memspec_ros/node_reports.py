@@ -134,6 +134,7 @@ class Reports:
         health.queue = worker.waiting
         health.stalled_sec = controller.clock() - worker.last_progress
         health.target_bytes = target.weight_bytes
+        health.kv_exact = runtime.options.kv.exact
         health.capacity = node.capacity()
         _add_controller(health, controller)
         return health

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from memspec_ros.models.errors import UnsupportedModelError
+from memspec_ros.models.kv_cache import KVCache
 from memspec_ros.models.llama import (
     attend,
     causal_mask,
@@ -17,7 +18,6 @@ from memspec_ros.models.llama import (
     run_layer_uncached,
 )
 from memspec_ros.models.packing import linear, pack
-from memspec_ros.models.kv_cache import KVCache
 from memspec_ros.models.target import load_target, read_config, TransformersTarget
 
 CPU = torch.device('cpu')

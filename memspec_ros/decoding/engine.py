@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from ..models.drafts import Drafter
-from ..models.kv_options import KVOptions
+from ..models.kv_options import EXACT, KVOptions
 from ..models.state import Branching, Proposal
 from ..models.target import Target
 from .sampler import make_sampler
@@ -47,7 +47,7 @@ class Engine:
 
     def __init__(self, target: Target, context: int, max_gamma: int,
                  depths: frozenset[int], clock: Callable[[], float], max_branches: int = 0,
-                 kv: KVOptions = KVOptions()):
+                 kv: KVOptions = EXACT):
         self.target = target
         self.context = context
         self.max_gamma = max_gamma
@@ -64,17 +64,27 @@ class Engine:
         self.sampler = make_sampler(sampling, self.target.vocab_size, verification, min_confidence)
         self.state.chooser = self.sampler.choose
 
-    def prefill(self, prompt: list[int], chunk: int = PREFILL_CHUNK) -> Iterator[int]:
+    @property
+    def opening(self) -> bool:
+        """Whether the next iteration also runs what a prefill has left of the prompt."""
+        return self.state.held < self.state.last
+
+    def prefill(self, prompt: list[int], chunk: int = PREFILL_CHUNK,
+                opening: bool = False) -> Iterator[int]:
         """
         Run all of the prompt but its last token, in chunks; yields positions held after each.
 
         First yields the positions kept from the last request, whose computation
-        is saved. Between chunks the caller may stop.
+        is saved. Between chunks the caller may stop. With ``opening`` the last chunk is
+        left to the first iteration, which then drafts nothing: the first token is
+        there after one pass instead of a draft's proposal and two.
         """
         state = self.state
         yield state.restart(prompt)
-        while state.held < state.last:
+        while self.opening:
             state.make_room()
+            if opening and state.last - state.held < min(chunk, state.reach):
+                break
             rows = state.read(state.held, min(state.held + min(chunk, state.reach), state.last))
             self.target.forward(state, rows, last_only=True)
             state.hold(state.held + len(rows))
@@ -84,9 +94,12 @@ class Engine:
         """
         What a draft would propose now, at most ``gamma`` tokens; nothing is verified.
 
-        It catches up first, as far as one iteration lets it. Raises DraftFailure.
+        It catches up first, as far as one iteration lets it. Nothing before the prompt's
+        last rows have run. Raises DraftFailure.
         """
         state = self.state
+        if self.opening:
+            return []
         gamma = min(gamma, self._most_drafted())
         try:
             proposal = self._propose(drafter, max(0, gamma))[0]
@@ -109,7 +122,7 @@ class Engine:
         """
         state = self.state
         position = len(state.tokens)
-        gamma = min(gamma, limit - 1, self._most_drafted())
+        gamma = 0 if self.opening else min(gamma, limit - 1, self._most_drafted())
         start = caught_up = self.clock()
         proposal = Proposal([])
         if drafter is not None and gamma > 0:
@@ -140,7 +153,7 @@ class Engine:
             duration=end - start, draft_error=draft_error)
 
     def _most_drafted(self) -> int:
-        """Most tokens that may be drafted now; room is made for the next row where there is none."""
+        """Most tokens that may be drafted now; makes room where the next row has none."""
         state = self.state
         state.make_room()
         most = min(self.max_gamma, state.reach - 1)
@@ -149,10 +162,10 @@ class Engine:
     def _verify(self, proposal: Proposal) -> tuple[list[int], list[int]]:
         """Run the target over a proposal: (rows of the tokens accepted, tokens to emit)."""
         state = self.state
-        run = [state.tokens[-1], *proposal.tokens]
+        run = [*state.read(state.held, state.last + 1), *proposal.tokens]
         if not proposal.branches:
-            accepted, tokens = self.sampler.verify(state, self.target.forward(state, run),
-                                                    proposal)
+            logits = self.target.forward(state, run, last_only=self.opening)
+            accepted, tokens = self.sampler.verify(state, logits, proposal)
             return list(range(1, accepted + 1)), tokens
         run += (token for _, token in proposal.branches)
         logits = self.target.forward(state, run, branches=proposal.branches)

@@ -32,8 +32,25 @@ def quantise(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def exact_rows(capacity: int, recent: int, sinks: int, spare: int) -> int:
-    """Positions of ``capacity`` whose exact rows have a place; ``spare``: rows verified at once."""
+    """Of ``capacity`` positions, how many have a place for exact rows; see Int8KVCache."""
     return min(capacity, sinks + recent + 2 * BLOCK + spare)
+
+
+def int8_cache_bytes(layers: int, row: int, heads: int, capacity: int, number: int, recent: int,
+                     sinks: int, spare: int) -> tuple[int, int]:
+    """
+    Bytes that an Int8KVCache takes: (what holds positions, what makes a layer readable).
+
+    row: numbers in a position's keys of a layer, of ``heads`` heads; number: bytes of one.
+    """
+    exact = exact_rows(capacity, recent, sinks, spare) * row * number
+    shadow = old_positions(capacity, recent, sinks) * (row + 4 * heads)
+    return 2 * layers * (exact + shadow), 2 * capacity * row * number
+
+
+def old_positions(position: int, recent: int, sinks: int) -> int:
+    """How many positions behind the sinks a row at ``position`` reads in INT8."""
+    return max(0, (position - sinks - recent) // BLOCK * BLOCK)
 
 
 class Int8KVCache(KVCache):
@@ -137,7 +154,8 @@ class Int8KVCache(KVCache):
                 rows, scales = (t[layer, :, :, source] for t in (shadow, scale))
                 if turned:
                     rows, scales = quantise(turn(rows * scales, count))
-                shadow[layer, :, :, :kept], scale[layer, :, :, :kept] = rows.clone(), scales.clone()
+                shadow[layer, :, :, :kept] = rows.clone()
+                scale[layer, :, :, :kept] = scales.clone()
         # In the buffer of exact rows, those of blocks that are gone have no place.
         end = length - self._gone
         ahead = max(0, count - self._gone)
@@ -156,8 +174,7 @@ class Int8KVCache(KVCache):
         self._gone, self._quantised = mark, self._old(length)
 
     def _old(self, position: int) -> int:
-        """How many positions behind the sinks a row at ``position`` reads in INT8."""
-        return max(0, (position - self.sinks - self.recent) // BLOCK * BLOCK)
+        return old_positions(position, self.recent, self.sinks)
 
     def _quantise_block(self, length: int) -> None:
         """Round the next block, and let go of the exact rows of the one before it."""

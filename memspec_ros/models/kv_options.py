@@ -38,23 +38,22 @@ class KVOptions:
         return self.window != 0
 
     def positions(self, context: int) -> int:
-        """Most positions held at a time; InvalidRequestError where they do not fit ``context``."""
+        """Most positions held at a time; InvalidRequestError where ``context`` is short."""
         if not self.evicts:
             return context
-        if self.window < 0:
-            least = self.sinks + 2 * BLOCK
-            if context < least:
-                raise InvalidRequestError(
-                    f'kv.window is -1 and kv.sinks {self.sinks}: that takes a context.max_tokens '
-                    f'of at least {least}, it is {context}')
-            return context
-        most = self.sinks + self.window + self.stride(context)
-        if most > context:
+        if context < self.least_context:
             raise InvalidRequestError(
-                f'kv.window is {self.window} and kv.sinks {self.sinks}: with the '
-                f'{self.stride(context)} positions between two evictions that takes a '
-                f'context.max_tokens of {most}, it is {context}; -1 takes what fits')
-        return most
+                f'kv.window is {self.window} and kv.sinks {self.sinks}: with what is between '
+                f'two evictions that takes a context of {self.least_context} tokens '
+                f'(context.max_tokens), it is {context}; kv.window -1 takes what fits')
+        return context if self.window < 0 else self.least_context
+
+    @property
+    def least_context(self) -> int:
+        """Tokens of the smallest context that this is possible with; 1 without eviction."""
+        if not self.evicts:
+            return 1
+        return self.sinks + (2 * BLOCK if self.window < 0 else self.window + self.stride(0))
 
     def stride(self, context: int) -> int:
         """Positions dropped at a time: about a quarter of what is kept, in whole blocks."""
@@ -69,3 +68,6 @@ class KVOptions:
             window = 'the context' if self.window < 0 else self.window
             parts.append(f'{self.sinks} sinks and a window of {window}')
         return ', '.join(parts) or 'exact'
+
+
+EXACT = KVOptions()

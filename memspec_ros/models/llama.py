@@ -406,8 +406,9 @@ class Llama:
         Run layers ``first`` to ``last`` (exclusive) over new positions.
 
         x [B, T, H] stands at positions start … start + T - 1; the cache, of all
-        layers, holds ``start`` positions already and receives the new ones. By default positions are consecutive and attention causal;
-        a batch with padding gives its own ``rope`` and ``mask``.
+        layers, holds ``start`` positions already and receives the new ones. By default
+        positions are consecutive and attention causal; a batch with padding gives its
+        own ``rope`` and ``mask``.
         """
         return run_layers(self.config, self.layers[first:last], x, cache, start,
                           rope or self.rope.at(start, x.shape[1]), mask, first)

@@ -75,6 +75,8 @@ class _Turn:
     loads_before: int
     evictions_before: int
     plan: Plan | None = None
+    # Iterations that came before the intervals began: one that ends a prefill.
+    opened: int = 0
     active: str = ''
     previous: str = ''
     warming: str = ''
@@ -209,7 +211,8 @@ class Controller:
         """Run the prompt while the first draft loads; None when ready to decode."""
         self.engine.use(replace(turn.request.sampling, stop_ids=self.stop_ids),
                         self.settings.verification, self.settings.min_confidence)
-        chunks = self.engine.prefill(turn.request.prompt_ids)
+        # Who talks waits for the first token.
+        chunks = self.engine.prefill(turn.request.prompt_ids, opening=bool(turn.request.session))
         turn.stats.cached_tokens = next(chunks)
         for drafter in self.residency.drafters():
             drafter.begin(self.engine.state)
@@ -229,11 +232,13 @@ class Controller:
         turn.t_predict = turn.t_warm = turn.t_wait = 0.0
         loaded = self.residency.poll()
         interval = self.policy.interval or max(1, self.settings.scheduling_interval)
-        at_boundary = turn.stats.iterations % interval == 0
+        opening = self.engine.opening
+        turn.opened += opening
+        at_boundary = not opening and (turn.stats.iterations - turn.opened) % interval == 0
         if at_boundary or (loaded and not self.residency.is_ready(turn.active)):
             self._schedule(turn, first=False)
         self._warm(turn)
-        draft, drafter, gamma = self._drafting(turn)
+        draft, drafter, gamma = ('', None, 0) if opening else self._drafting(turn)
         # A draft that is still catching up was not asked, and has not failed to answer.
         cold = drafter is not None and drafter.lag(self.engine.state) > CATCH_UP_ROWS
         limit = turn.request.max_new_tokens - len(turn.output.token_ids)
@@ -255,7 +260,8 @@ class Controller:
         # What a copier has accepted where it found a match says nothing of where it does not.
         if drafter is not None and min(gamma, limit - 1) > 0 and not cold and not copied:
             turn.context.acceptance.setdefault(step.draft, Acceptance()).add(step)
-        self.draft_length.observe(step)
+        if not opening:
+            self.draft_length.observe(step)
         if turn.overheard is not None:
             self.draft_length.overhear(*turn.overheard, tokens)
         if step.draft_error:
