@@ -45,6 +45,7 @@ class Health:
     tokens_per_iteration: float | None = None
     active: str = ''
     desired: str = ''
+    kv_exact: bool = True
     # Residency
     capacity: int = 0
     resident: int = 0
@@ -109,7 +110,8 @@ def _generation(health: Health):
 
 
 def _speculation(health: Health):
-    values = {}
+    # Drafts never change what is said; how keys and values are kept may.
+    values = {'kv_exact': health.kv_exact}
     if health.acceptance is not None:
         values['acceptance_rate'] = health.acceptance
     if health.tokens_per_iteration is not None:

@@ -14,6 +14,7 @@ from .models.errors import (
     InsufficientMemoryError,
     InvalidRequestError,
 )
+from .models.kv_options import KVOptions
 from .msg import (
     DraftCount,
     DraftInfo,
@@ -161,10 +162,11 @@ def to_draft_residency(views: Iterable[DraftView], kinds: dict[str, str]) -> lis
             for view in views]
 
 
-def _dtype(target) -> str:
+def _dtype(target, kv: KVOptions) -> str:
     computed = str(target.dtype).removeprefix('torch.')
     kinds = ', '.join(target.weight_kinds)
-    return computed if kinds == computed else f'{computed}, weights {kinds}'
+    weights = '' if kinds == computed else f', weights {kinds}'
+    return computed + weights + ('' if kv.exact else f', kv {kv} (not exact)')
 
 
 def to_model_info(runtime: Runtime, stamp) -> ModelInfo:
@@ -174,7 +176,7 @@ def to_model_info(runtime: Runtime, stamp) -> ModelInfo:
         bundle=bundle.name, bundle_path=str(bundle.directory.resolve()),
         target=bundle.target.name, architecture=runtime.architecture,
         license=bundle.target.licence, device=str(target.device),
-        dtype=_dtype(target), target_bytes=target.weight_bytes,
+        dtype=_dtype(target, runtime.options.kv), target_bytes=target.weight_bytes,
         vocab_size=runtime.tokenizer.size, context_tokens=runtime.options.context,
         drafts=[DraftInfo(id=spec.id, kind=spec.kind, domain=spec.domain, bytes=spec.bytes,
                           license=spec.licence) for spec in bundle.drafts],

@@ -239,7 +239,7 @@ class MemSpecNode(ResponsiveLifecycleNode):
             max_branches=value['draft.max_branches'],
             adaptive=value['draft.adaptive'], policy=value['policy'], ucb_c=value['ucb.c'],
             ucb_per_iteration=value['ucb.per_iteration'], threads=value['threads'],
-            settings=_LiveSettings(self))
+            kv=value.kv, settings=_LiveSettings(self))
 
     def _activate(self, state) -> object:
         result = super().on_activate(state)

@@ -73,7 +73,7 @@ class NodeMemory:
         budget, min_free = value['memory.budget_mib'] * MIB, value['memory.min_free_mib'] * MIB
         available = self._gauge.read().available
         demand = Demand(value['context.max_tokens'], value['draft.max_tokens'], 0,
-                        branches=value['draft.max_branches'])
+                        branches=value['draft.max_branches'], kv=value.kv)
         self._affordable_capacity = model.affordable_capacity(
             demand, preflight.room_bytes(available, model.runtime, budget, min_free))
         footprint = model.of(replace(demand, capacity=self.wanted_capacity()))

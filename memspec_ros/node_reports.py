@@ -138,6 +138,7 @@ class Reports:
         health.capacity = controller.capacity
         health.sessions = len(controller.sessions)
         health.sessions_bytes = controller.sessions.bytes
+        health.kv_exact = runtime.options.kv.exact
         _add_controller(health, controller)
         return health
 

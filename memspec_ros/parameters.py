@@ -27,6 +27,7 @@ from rclpy.parameter import Parameter
 
 from .decoding.sampler import VERIFICATIONS
 from .decoding.sampling import LARGEST_SEED, RANGES
+from .models.kv_options import KVOptions
 from .models.packing import WEIGHT_KINDS
 from .runtime.policies import POLICY_NAMES
 
@@ -129,6 +130,13 @@ PARAMETERS: tuple[ParameterSpec, ...] = (
        'up is taken back [s].', WATCH, 0.0, 3600.0),
     _p('context.max_tokens', 2048, 'Most tokens of prompt and output together.', CONFIGURE,
        16, 1 << 20),
+    _p('kv.int8_after', 0, 'Keys and values are kept in INT8 but for so many recent positions, or '
+       'a few more; 0 = all as they are. See docs/memory.md.', CONFIGURE, 0, 1 << 20),
+    _p('kv.window', 0, 'Old positions are dropped but for so many recent ones, or a few more, and '
+       'answers go on beyond the context; -1 = when it is full, 0 = never.', CONFIGURE,
+       -1, 1 << 20),
+    _p('kv.sinks', 4, 'First positions, which kv.int8_after and kv.window leave as they are.',
+       CONFIGURE, 0, 1 << 10),
     _p('draft.max_tokens', 4, 'Most tokens drafted per iteration; 0 = speculation off.',
        CONFIGURE, 0, 16),
     _p('draft.max_branches', 4, 'Most second choices of a draft that are verified beside its '
@@ -200,6 +208,11 @@ class NodeParameters:
 
     def __getitem__(self, name: str) -> Any:
         return self._values[name]
+
+    @property
+    def kv(self) -> KVOptions:
+        """How keys and values of old positions are to be kept."""
+        return KVOptions(self['kv.int8_after'], self['kv.sinks'], self['kv.window'])
 
     def effective(self) -> str:
         """All values on one line, for the log."""

@@ -17,6 +17,7 @@ import torch
 from memspec_ros.decoding.draft_length import DraftLength
 from memspec_ros.decoding.engine import Engine
 from memspec_ros.models.drafts import Drafter, DraftKind
+from memspec_ros.models.kv_cache import RollbackCache
 from memspec_ros.models.state import DecodeState, Proposal
 from memspec_ros.models.target import Target
 from memspec_ros.models.tree import parents_of
@@ -43,7 +44,7 @@ class FakeClock:
         self.now += seconds
 
 
-class FakeCache:
+class FakeCache(RollbackCache):
     """Remembers which token was run at which position, as keys and values would."""
 
     def __init__(self, capacity: int):

@@ -24,6 +24,7 @@ import torch  # noqa: E402
 
 from memspec_ros.memory.pressure import ROOT_VARIABLE  # noqa: E402
 from memspec_ros.models.bundle import load_bundle  # noqa: E402
+from memspec_ros.models.kv_options import KVOptions  # noqa: E402
 from memspec_ros.models.target_files import locate_target  # noqa: E402
 from memspec_ros.msg import DraftResidency, Residency  # noqa: E402
 from memspec_ros.node_memory import NodeMemory  # noqa: E402
@@ -248,6 +249,7 @@ def test_idle_conversations_take_no_more_than_the_budget_leaves(ros_bundle):
     value = {'memory.min_free_mib': 0, 'memory.stall_percent': 0.0, 'memory.recover_sec': 1.0,
              'memory.budget_mib': 1 << 16, 'weights': 'auto', 'context.max_tokens': 256,
              'draft.max_tokens': 4, 'draft.max_branches': 4, 'cache_capacity': 1}
+    value = type('Values', (dict,), {'kv': KVOptions()})(value)
     node = SimpleNamespace(parameters=value, get_logger=lambda: logging.getLogger('test'),
                            create_timer=lambda *_, **__: None)
     bundle = load_bundle(ros_bundle)

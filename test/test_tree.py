@@ -67,6 +67,7 @@ def test_nothing_branches_unless_told_to():
 
 
 def test_rows_see_their_ancestors_and_stand_where_they_stand_in_for():
+    """Pitfall 18: by depth, not in the order in which they are run."""
     parents = parents_of(2, [(0, 7), (1, 8), (1, 9)])
     assert parents == [-1, 0, 1, 0, 1, 1] and depths_of(parents) == [0, 1, 2, 1, 2, 2]
     seen = tree_mask(parents, 2, CPU) == 0
@@ -101,6 +102,7 @@ def test_the_way_down_is_that_of_the_targets_own_tokens(data):
 
 
 def test_every_row_is_scored_as_if_its_path_were_all_there_is(target):
+    """Pitfall 18: a branch placed by index would stand behind the chain, and be scored so."""
     chain, branches = [5, 17, 40], [(0, 9), (1, 33), (1, 34), (2, 8)]
     state = target.new_state(64, frozenset({2}))
     state.restart(PROMPTS[1])

@@ -124,6 +124,7 @@ def test_near_ties_are_allowed_in_half_precision_and_counted(verify, monkeypatch
 
 
 def test_the_gap_is_what_transformers_prefers_its_token_by(full_bundle, reference):
+    """Pitfall 14: in half precision answers may part at a near-tie only, and are counted."""
     from memspec_ros.runtime.runtime import Runtime, RuntimeOptions
     runtime = Runtime.open(full_bundle, RuntimeOptions(dtype='float32', context=64, threads=1))
     try:

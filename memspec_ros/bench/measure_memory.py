@@ -17,6 +17,7 @@ import sys
 from ..memory.allocator import MIB
 from ..memory.footprint import Demand, FootprintModel
 from ..models.errors import MemSpecError
+from ..models.kv_options import KVOptions
 
 # Output tokens; the rest of the context is prompt.
 _NEW_TOKENS = 48
@@ -88,7 +89,7 @@ def weigh(subject: Subject) -> dict:
     runtime = Runtime.open(subject.bundle or None, RuntimeOptions(
         device=subject.device, dtype=subject.dtype, weights=subject.weights,
         context=demand.context, max_gamma=demand.gamma, max_branches=demand.branches,
-        adaptive=False, threads=subject.threads,
+        adaptive=False, threads=subject.threads, kv=demand.kv,
         settings=Settings(demand.capacity)))
     try:
         controller = runtime.controller
@@ -128,7 +129,8 @@ def main() -> int:
     """Read a Subject from standard input, write the figures to standard output."""
     given = json.load(sys.stdin)
     try:
-        print(json.dumps(weigh(Subject(**{**given, 'demand': Demand(**given['demand'])}))))
+        demand = {**given['demand'], 'kv': KVOptions(**given['demand']['kv'])}
+        print(json.dumps(weigh(Subject(**{**given, 'demand': Demand(**demand)}))))
         return 0
     except (MemSpecError, OSError) as error:
         print(' '.join(str(error).split()), file=sys.stderr)

@@ -21,6 +21,7 @@ from ..models.drafts.causal_lm import CausalLMDrafter
 from ..models.drafts.feature import FeatureDrafter
 from ..models.drafts.prompt_lookup import PromptLookupDrafter
 from ..models.drafts.shared_layers import JUDGED_ROWS, SharedLayersDrafter
+from ..models.kv_cache import RollbackCache
 from ..models.state import DecodeState, Proposal
 from ..models.target import Target
 from ..runtime.loader import LoadResult
@@ -107,8 +108,10 @@ class _Choices:
         return torch.tensor(self._tokens)
 
 
-class _NoCache:
+class _NoCache(RollbackCache):
     """Keys and values that nobody needs."""
+
+    capacity = 1 << 62
 
     def set_length(self, length: int, group: int | None = None) -> None:
         pass

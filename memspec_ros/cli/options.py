@@ -13,6 +13,7 @@ from typing import Any, TYPE_CHECKING
 from ..models.errors import InvalidRequestError
 
 if TYPE_CHECKING:
+    from ..models.kv_options import KVOptions
     from ..runtime.runtime import RuntimeOptions
 
 # Fields of decoding.sampling.Sampling, which are not looked up there: a help text needs no torch.
@@ -46,7 +47,8 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     """Those of them that say nothing of how drafts are scheduled."""
     # Those that do, which ``runtime_options`` wants too where a command does not offer them.
     parser.set_defaults(cache_capacity=2, scheduling_interval=4, policy='memspec', merge=False,
-                        storage_mb_per_sec=0.0, storage_latency_ms=0.0, cold_storage=False)
+                        storage_mb_per_sec=0.0, storage_latency_ms=0.0, cold_storage=False,
+                        kv_int8_after=0, kv_window=0, kv_sinks=4)
     parser.add_argument('--bundle', default='', metavar='DIR',
                         help='model bundle (default: the installed one)')
     parser.add_argument('--device', default='auto', help='auto, cpu, cuda or cuda:N')
@@ -69,6 +71,27 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--min-confidence', type=float, default=0.0, metavar='PROBABILITY',
                         help='a draft proposes no more once its next token has less than this '
                              '(0, the default: off)')
+
+
+def add_kv_options(parser: argparse.ArgumentParser) -> None:
+    """How keys and values of old positions are kept."""
+    parser.add_argument('--kv-int8-after', type=int, default=0, metavar='TOKENS',
+                        help='keep keys and values in INT8 but for the last TOKENS, or more; 0: '
+                             'all as they are (default: %(default)s)')
+    parser.add_argument('--kv-window', type=int, default=0, metavar='TOKENS',
+                        help='drop old positions but for the last TOKENS, or more, and go on '
+                             'beyond the context; -1: when it is full, 0: never '
+                             '(default: %(default)s)')
+    parser.add_argument('--kv-sinks', type=int, default=4, metavar='TOKENS',
+                        help='first positions, which are neither (default: %(default)s)')
+
+
+def kv_options(arguments: argparse.Namespace) -> KVOptions:
+    """Check and collect what ``add_kv_options`` parsed; raises InvalidRequestError."""
+    from ..models.kv_options import KVOptions
+    check_between(arguments, kv_int8_after=(0, 1 << 20), kv_window=(-1, 1 << 20),
+                  kv_sinks=(0, 1 << 10))
+    return KVOptions(arguments.kv_int8_after, arguments.kv_sinks, arguments.kv_window)
 
 
 def add_storage_options(parser: argparse.ArgumentParser) -> None:
@@ -101,7 +124,7 @@ def runtime_options(arguments: argparse.Namespace) -> RuntimeOptions:
         device=arguments.device, dtype=arguments.dtype, weights=arguments.weights,
         context=arguments.context, max_gamma=arguments.draft_tokens,
         max_branches=arguments.branches, adaptive=not arguments.fixed_draft_length,
-        policy=arguments.policy, threads=arguments.threads,
+        policy=arguments.policy, threads=arguments.threads, kv=kv_options(arguments),
         settings=Settings(arguments.cache_capacity, arguments.scheduling_interval,
                           merge=arguments.merge, min_confidence=arguments.min_confidence),
         storage=StorageLimits(arguments.storage_mb_per_sec, arguments.storage_latency_ms,

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ..models.drafts import Drafter
+from ..models.kv_options import EXACT, KVOptions
 from ..models.state import Branching, Proposal
 from ..models.target import Target
 from ..models.tree import common_prefix, graft, Merged
@@ -59,17 +60,21 @@ class Engine:
     max_branches: most alternatives to them verified beside it
     depths: hidden states to keep (what the bundle's drafts read)
     clock: seconds, monotonic
+    kv: how keys and values of old positions are kept
 
     """
 
     def __init__(self, target: Target, context: int, max_gamma: int,
-                 depths: frozenset[int], clock: Callable[[], float], max_branches: int = 0):
+                 depths: frozenset[int], clock: Callable[[], float], max_branches: int = 0,
+                 kv: KVOptions = EXACT):
         self.target = target
         self.context = context
         self.max_gamma = max_gamma
         self.max_branches = max_branches if target.verifies_trees else 0
         self.clock = clock
-        self.state = target.new_state(context + max_gamma + self.max_branches + 1, depths)
+        rows = max_gamma + self.max_branches + 1
+        self.state = (target.new_state(context + rows, depths) if kv.exact else
+                      target.new_lossy_state(kv, context, rows, depths))
         self.use(Sampling())
 
     def use(self, sampling: Sampling, verification: str = 'coupled',
@@ -78,17 +83,28 @@ class Engine:
         self.sampler = make_sampler(sampling, self.target.vocab_size, verification, min_confidence)
         self.state.chooser = self.sampler.choose
 
-    def prefill(self, prompt: list[int], chunk: int = PREFILL_CHUNK) -> Iterator[int]:
+    @property
+    def opening(self) -> bool:
+        """Whether the next iteration also runs what a prefill has left of the prompt."""
+        return self.state.held < self.state.last
+
+    def prefill(self, prompt: list[int], chunk: int = PREFILL_CHUNK,
+                opening: bool = False) -> Iterator[int]:
         """
         Run all of the prompt but its last token, in chunks; yields positions held after each.
 
         First yields the positions kept from the last request, whose computation
-        is saved. Between chunks the caller may stop.
+        is saved. Between chunks the caller may stop. With ``opening`` the last chunk is
+        left to the first iteration, which then drafts nothing: the first token is
+        there after one pass instead of a draft's proposal and two.
         """
         state = self.state
         yield state.restart(prompt)
-        while state.held < len(prompt) - 1:
-            rows = prompt[state.held:min(state.held + chunk, len(prompt) - 1)]
+        while self.opening:
+            state.make_room()
+            if opening and state.last - state.held < min(chunk, state.reach):
+                break
+            rows = state.read(state.held, min(state.held + min(chunk, state.reach), state.last))
             self.target.forward(state, rows, last_only=True)
             state.hold(state.held + len(rows))
             yield state.held
@@ -97,17 +113,20 @@ class Engine:
         """
         What a draft would propose now, at most ``gamma`` tokens; nothing is verified.
 
-        It catches up first, as far as one iteration lets it. Raises DraftFailure.
+        It catches up first, as far as one iteration lets it. Nothing before the prompt's
+        last rows have run. Raises DraftFailure.
         """
         state = self.state
-        gamma = min(gamma, self.max_gamma, self.context - len(state.tokens) - 1)
+        if self.opening:
+            return []
+        gamma = min(gamma, self._most_drafted())
         try:
             proposal = self._propose(drafter, max(0, gamma))[0]
             drafter.update(state, 0)
         except Exception as error:
             raise DraftFailure(str(error) or type(error).__name__) from error
         finally:
-            state.hold(len(state.tokens) - 1)
+            state.hold(state.last)
         return proposal.tokens
 
     def judge(self, drafter: Drafter, catch_up: bool) -> tuple[int, int]:
@@ -137,7 +156,7 @@ class Engine:
         """
         state = self.state
         position = len(state.tokens)
-        most = min(self.max_gamma, limit - 1, self.context - position - 1)
+        most = 0 if self.opening else min(limit - 1, self._most_drafted())
         gamma = min(gamma, most)
         start = caught_up = self.clock()
         proposal = Proposal([])
@@ -145,7 +164,7 @@ class Engine:
             try:
                 proposal, caught_up = self._propose(drafter, gamma, branching)
             except Exception as error:
-                state.hold(position - 1)
+                state.hold(state.last)
                 raise DraftFailure(str(error) or type(error).__name__) from error
         drafted = self.clock()
         merged, other, second_error, begun = Merged(proposal), [], '', drafted
@@ -156,14 +175,14 @@ class Engine:
                 merged = graft(proposal, found.tokens, chances, second.branching)
                 other = found.tokens
             except Exception as error:  # noqa: BLE001 (the first draft's tokens are good)
-                state.hold(position - 1)
+                state.hold(state.last)
                 second_error = str(error) or type(error).__name__
         heard = self.clock()
         rows, tokens = self._verify(merged.proposal)
         tokens = _cut(tokens, limit, stop_ids)
         state.keep([0, *rows][:len(tokens)])
         state.tokens += tokens
-        state.hold(len(state.tokens) - 1)
+        state.hold(state.last)
         right, draft_error = tokens[:len(rows)], ''
         chain = common_prefix(proposal.tokens, right)
         # Of an alternative that was right, the draft has run nothing.
@@ -196,13 +215,20 @@ class Engine:
             return str(error) or type(error).__name__
         return ''
 
+    def _most_drafted(self) -> int:
+        """Most tokens that may be drafted now; makes room where the next row has none."""
+        state = self.state
+        state.make_room()
+        most = min(self.max_gamma, state.reach - 1)
+        return most if state.eviction else min(most, self.context - len(state.tokens) - 1)
+
     def _verify(self, proposal: Proposal) -> tuple[list[int], list[int]]:
         """Run the target over a proposal: (rows of the tokens accepted, tokens to emit)."""
         state = self.state
-        run = [state.tokens[-1], *proposal.tokens]
+        run = [*state.read(state.held, state.last + 1), *proposal.tokens]
         if not proposal.branches:
-            accepted, tokens = self.sampler.verify(state, self.target.forward(state, run),
-                                                    proposal)
+            logits = self.target.forward(state, run, last_only=self.opening)
+            accepted, tokens = self.sampler.verify(state, logits, proposal)
             return list(range(1, accepted + 1)), tokens
         run += (token for _, token in proposal.branches)
         logits = self.target.forward(state, run, branches=proposal.branches)

@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from .errors import UnsupportedModelError
 from .gptq import GptqCheckpoint
 from .half import half_of, HalfMatrix
+from .kv_cache import KVBuffers
 from .packing import dense, fuse, linear, pack, prefers_half
 from .quantized import Matrix
 from .weights import Checkpoint, StoredTable
@@ -231,6 +232,16 @@ class Rope:
         """(cos, sin), each [B, T, 1, D], at positions [B, T]."""
         return self.cos[positions].unsqueeze(-2), self.sin[positions].unsqueeze(-2)
 
+    def turn_back(self, keys: Tensor, count: int) -> Tensor:
+        """
+        Rotated keys [..., D] of some positions as they were ``count`` positions before.
+
+        Rotations add up: attention sees distances alone, which stay as they are
+        among keys that move together.
+        """
+        rope = self.cos[count], -self.sin[count]
+        return rotate(keys.float(), rope).to(keys.dtype)
+
 
 def _scale_frequencies(inverse: Tensor, scaling: Mapping | None) -> Tensor:
     """Linear and Llama-3 context extension, with the semantics of ``transformers``."""
@@ -247,7 +258,7 @@ def _scale_frequencies(inverse: Tensor, scaling: Mapping | None) -> Tensor:
 
 
 def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Apply rotary embedding to x [B, T, heads, D] (float32)."""
+    """Apply rotary embedding to x [..., D], such as [B, T, heads, D] (float32)."""
     cos, sin = rope
     half = x.shape[-1] // 2
     return x * cos + torch.cat([x[..., half:], x[..., :half]], -1) * sin
@@ -438,20 +449,19 @@ class Llama:
         """Rows of the head [len(ids), H]."""
         return self.head[ids] if self._table is None else self._table.rows(ids)
 
-    def run_layers(self, x: Tensor, first: int, last: int, keys: Tensor, values: Tensor,
-                   start: int, rope: tuple[Tensor, Tensor] | None = None,
+    def run_layers(self, x: Tensor, first: int, last: int, cache: KVBuffers, start: int,
+                   rope: tuple[Tensor, Tensor] | None = None,
                    mask: Tensor | None = None) -> Tensor:
         """
         Run layers ``first`` to ``last`` (exclusive) over new positions.
 
-        x [B, T, H] stands at positions start … start + T - 1; keys and values
-        [layers, B, KV, capacity, D] hold ``start`` positions already and receive
-        the new ones. By default positions are consecutive and attention causal;
-        a batch with padding gives its own ``rope`` and ``mask``.
+        x [B, T, H] stands at positions start … start + T - 1; the cache, of all
+        layers, holds ``start`` positions already and receives the new ones. By default
+        positions are consecutive and attention causal; a batch with padding gives its
+        own ``rope`` and ``mask``.
         """
-        return run_layers(self.config, self.layers[first:last], x,
-                          keys[first:last], values[first:last], start,
-                          rope or self.rope.at(start, x.shape[1]), mask)
+        return run_layers(self.config, self.layers[first:last], x, cache, start,
+                          rope or self.rope.at(start, x.shape[1]), mask, first)
 
     def logits(self, x: Tensor) -> Tensor:
         """Hidden states after the last layer [..., H] -> logits [..., V] in float32."""
@@ -467,17 +477,14 @@ def _check_finite(name: str, tensor: Tensor) -> None:
             f'is damaged, or was made for a wider type than {tensor.dtype}')
 
 
-def run_layers(config: LlamaConfig, layers: list[LayerWeights], x: Tensor,
-               keys: Tensor, values: Tensor, start: int,
-               rope: tuple[Tensor, Tensor], mask: Tensor | None = None) -> Tensor:
-    """Run ``layers`` in turn over x [B, T, H]; see Llama.run_layers."""
-    end = start + x.shape[1]
+def run_layers(config: LlamaConfig, layers: list[LayerWeights], x: Tensor, cache: KVBuffers,
+               start: int, rope: tuple[Tensor, Tensor], mask: Tensor | None = None,
+               first: int = 0) -> Tensor:
+    """Run ``layers``, which are the cache's from ``first`` on, over x; see Llama.run_layers."""
     if mask is None:
-        mask = causal_mask(x.shape[1], end, x.device)
-    for w, layer_keys, layer_values in zip(layers, keys, values):
-        query, key, value = project_qkv(config, w, x, rope, layer_keys.dtype)
-        layer_keys[:, :, start:end] = key
-        layer_values[:, :, start:end] = value
-        mixed = attend(query, layer_keys[:, :, :end], layer_values[:, :, :end], mask)
-        x = finish_layer(config, w, x, mixed)
+        mask = causal_mask(x.shape[1], start + x.shape[1], x.device)
+    for layer, w in enumerate(layers, first):
+        query, key, value = project_qkv(config, w, x, rope, cache.dtype)
+        keys, values = cache.extend(layer, start, key, value)
+        x = finish_layer(config, w, x, attend(query, keys, values, mask))
     return x

@@ -11,7 +11,8 @@ layers.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 import json
 import math
 from pathlib import Path
@@ -22,10 +23,13 @@ from torch import Tensor
 from .errors import BundleError, UnsupportedModelError
 from .gptq import GptqCheckpoint, GptqSettings
 from .gptq_library import installed_library, load_with_library
+from .int8_cache import Int8KVCache
+from .kv_cache import KVCache, RollbackCache
+from .kv_options import KVOptions
 from .llama import Llama, LlamaConfig, SUPPORTED_MODEL_TYPES
 from .packing import dense, prefers_half, ROUNDED_GROUP
 from .quantized import has_int4, int4_bytes, int8_bytes, kernel_group
-from .state import DecodeState, KVCache
+from .state import DecodeState, Eviction
 from .transformers_lm import build_skeleton, decoder_layers, TransformersLM
 from .tree import depths_of, parents_of, tree_mask
 from .weights import Checkpoint
@@ -63,6 +67,18 @@ class Target(ABC):
     @abstractmethod
     def new_state(self, capacity: int, depths: frozenset[int] = frozenset()) -> DecodeState:
         """Allocate buffers for ``capacity`` positions and hidden states at ``depths``."""
+
+    def new_lossy_state(self, kv: KVOptions, context: int, rows: int,
+                        depths: frozenset[int] = frozenset()) -> DecodeState:
+        """
+        Allocate for ``context`` positions of which old ones are kept as ``kv`` says.
+
+        rows: most that run beyond them at once. Raises UnsupportedModelError where the
+        target can do no such thing, InvalidRequestError where it does not fit the context.
+        """
+        raise UnsupportedModelError(
+            f'keys and values ({kv}) can be rounded or evicted on the lean path only '
+            f'({", ".join(SUPPORTED_MODEL_TYPES)}); set kv.int8_after and kv.window to 0')
 
     @abstractmethod
     def forward(self, state: DecodeState, tokens: list[int], last_only: bool = False,
@@ -108,17 +124,30 @@ class LlamaTarget(Target):
         self.weight_kinds = tuple(sorted(set().union(*(layer.kinds for layer in model.layers))))
 
     def new_state(self, capacity: int, depths: frozenset[int] = frozenset()) -> DecodeState:
+        return self._state(KVCache, capacity, depths)
+
+    def new_lossy_state(self, kv: KVOptions, context: int, rows: int,
+                        depths: frozenset[int] = frozenset()) -> DecodeState:
+        limit, eviction, cache = kv.positions(context), None, KVCache
+        if kv.int8_after:
+            cache = partial(Int8KVCache, recent=kv.int8_after, sinks=kv.sinks, spare=rows)
+        if kv.evicts:
+            eviction = Eviction(limit, kv.sinks, kv.stride(context), self.model.rope.turn_back)
+        return self._state(cache, limit + rows, depths, eviction)
+
+    def _state(self, cache: Callable[..., KVCache], capacity: int, depths: frozenset[int],
+               eviction: Eviction | None = None) -> DecodeState:
         config = self.model.config
         for depth in depths:
             if not 0 < depth <= self.layers:
                 raise UnsupportedModelError(
                     f'hidden states after layer {depth}: the target has {self.layers} layers')
-        kv = KVCache(config.layers, config.kv_heads, capacity, config.head_dim,
-                     self.model.attention_dtype, self.device, depths)
+        kv = cache(config.layers, config.kv_heads, capacity, config.head_dim,
+                   self.model.attention_dtype, self.device, depths)
         hidden = {depth: torch.zeros(capacity, config.hidden_size, dtype=self.dtype,
                                      device=self.device)
                   for depth in depths | {self.layers}}
-        return DecodeState(kv, hidden, capacity)
+        return DecodeState(kv, hidden, capacity, eviction)
 
     @torch.inference_mode()
     def forward(self, state: DecodeState, tokens: list[int], last_only: bool = False,
@@ -135,7 +164,7 @@ class LlamaTarget(Target):
             rope = self.model.rope.gather(places)
         kv = state.kv
         for group, (first, last) in enumerate(kv.groups):
-            x = self.model.run_layers(x, first, last, kv.keys, kv.values, start, rope, mask)
+            x = self.model.run_layers(x, first, last, kv, start, rope, mask)
             kv.set_length(end, group)
             if last in state.hidden:
                 state.hidden[last][start:end] = x[0]
@@ -144,12 +173,12 @@ class LlamaTarget(Target):
     def step_bytes(self, state: DecodeState) -> int:
         model = self.model
         table = 0 if model.head is model.embedding else model.embedding.nbytes
-        return self.weight_bytes - table + state.kv.position_bytes * state.held
+        return self.weight_bytes - table + state.kv.read_bytes(state.held)
 
     def lower_bytes(self, state: DecodeState, depth: int) -> int:
         """Bytes that ``run_lower`` reads: the lowest ``depth`` layers, their keys and values."""
         return (sum(layer.bytes for layer in self.model.layers[:depth])
-                + state.kv.position_bytes * state.held * depth // self.layers)
+                + state.kv.read_bytes(state.held) * depth // self.layers)
 
     @torch.inference_mode()
     def run_lower(self, state: DecodeState, token: int, position: int, depth: int) -> Tensor:
@@ -162,13 +191,13 @@ class LlamaTarget(Target):
         x = self.model.embed(torch.tensor([[token]], device=self.device))
         kv = state.kv
         x = x.to(self.model.stream_dtype)
-        x = self.model.run_layers(x, 0, depth, kv.keys, kv.values, position)
+        x = self.model.run_layers(x, 0, depth, kv, position)
         for group in kv.groups_below(depth):
             kv.set_length(position + 1, group)
         return x.to(self.dtype)
 
 
-class _RollbackOnly:
+class _RollbackOnly(RollbackCache):
     """What DecodeState needs of a cache, served by a TransformersLM."""
 
     def __init__(self, lm: TransformersLM):

@@ -76,6 +76,8 @@ class _Turn:
     loads_before: int
     evictions_before: int
     plan: Plan | None = None
+    # Iterations that came before the intervals began: one that ends a prefill.
+    opened: int = 0
     active: str = ''
     previous: str = ''
     warming: str = ''
@@ -220,15 +222,17 @@ class Controller:
             common = state.resume(parked)
             for drafter in self.residency.drafters():
                 drafter.restart(common)
+                drafter.dropped = state.dropped
 
     def _prefill(self, turn: _Turn) -> Finish | None:
         """Run the prompt while the first draft loads; None when ready to decode."""
         self.engine.use(replace(turn.request.sampling, stop_ids=self.stop_ids),
                         self.settings.verification, self.settings.min_confidence)
-        chunks = self.engine.prefill(turn.request.prompt_ids)
-        turn.stats.cached_tokens = kept = next(chunks)
+        # Who talks waits for the first token.
+        chunks = self.engine.prefill(turn.request.prompt_ids, opening=bool(turn.request.session))
+        turn.stats.cached_tokens = next(chunks)
         for drafter in self.residency.drafters():
-            drafter.restart(kept)
+            drafter.begin(self.engine.state)
         finish = self._interruption(turn)
         while finish is None and next(chunks, None) is not None:
             self.residency.poll()
@@ -245,11 +249,13 @@ class Controller:
         turn.t_predict = turn.t_warm = turn.t_wait = 0.0
         loaded = self.residency.poll()
         interval = self.policy.interval or max(1, self.settings.scheduling_interval)
-        at_boundary = turn.stats.iterations % interval == 0
+        opening = self.engine.opening
+        turn.opened += opening
+        at_boundary = not opening and (turn.stats.iterations - turn.opened) % interval == 0
         if at_boundary or (loaded and not self.residency.is_ready(turn.active)):
             self._schedule(turn, first=False)
         self._warm(turn)
-        way = self._way(turn)
+        way = Way('', None, 0) if opening else self._way(turn)
         draft, drafter, gamma = way.draft, way.drafter, way.gamma
         # A draft that is still catching up was not asked, and has not failed to answer.
         cold = drafter is not None and drafter.lag(self.engine.state) > CATCH_UP_ROWS
@@ -272,7 +278,8 @@ class Controller:
         # What a copier has accepted where it found a match says nothing of where it does not.
         if drafter is not None and min(gamma, limit - 1) > 0 and not cold and not copied:
             turn.context.acceptance.setdefault(step.draft, Acceptance()).add(step)
-        self.drafting.learn(self.draft_length, way, step, tokens)
+        if not opening:
+            self.drafting.learn(self.draft_length, way, step, tokens)
         for failed, reason in ((step.draft, step.draft_error),
                                (way.second and way.second.id, step.second_error)):
             if reason:

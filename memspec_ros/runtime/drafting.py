@@ -43,7 +43,7 @@ class Way:
     pair: tuple[Sequence[int], Sequence[int]] = field(default=((), ()))
 
     def within(self, gamma: int) -> Way:
-        """The same draft alone, with a chain of ``gamma`` tokens at most: it takes least memory."""
+        """The same draft alone, a chain of ``gamma`` tokens at most: it takes least memory."""
         return Way(self.draft, self.drafter, min(self.gamma, gamma), overheard=self.overheard)
 
 

@@ -19,6 +19,7 @@ from ..models.bundle import Bundle, load_bundle
 from ..models.drafts import KINDS
 from ..models.errors import BundleError, InvalidRequestError
 from ..models.fingerprint import strangers
+from ..models.kv_options import KVOptions
 from ..models.target import load_target, read_config, Target
 from ..models.target_files import locate_target
 from ..models.tokenizer import Tokenizer
@@ -44,7 +45,7 @@ class RuntimeOptions:
     weights: what the target's layers are held as, of packing.WEIGHT_KINDS.
     max_gamma 0 switches speculation off. max_branches: alternatives to drafted
     tokens verified beside them. threads 0 leaves PyTorch's choice.
-    storage: how draft files are read.
+    kv: how keys and values of old positions are kept. storage: how draft files are read.
     """
 
     device: str = 'auto'
@@ -59,6 +60,7 @@ class RuntimeOptions:
     ucb_per_iteration: bool = False
     generic_target: bool = False
     threads: int = 0
+    kv: KVOptions = KVOptions()
     settings: Settings = field(default_factory=Settings)
     storage: StorageLimits = StorageLimits()
 
@@ -154,12 +156,12 @@ class Runtime:
                               f'{tokenizer.size}: they do not belong together')
         options.context = min(options.context, target.max_positions)
         tell('preparing the drafts', 0.8)
-        capacity = options.context + options.max_gamma + 1
+        capacity = options.kv.positions(options.context) + options.max_gamma + 1
         kinds = {spec.id: (KINDS[spec.kind](spec, bundle, target, capacity), spec.bytes)
                  for spec in bundle.drafts} if options.max_gamma else {}
         depths = frozenset().union(*(kind.depths for kind, _ in kinds.values()))
         engine = Engine(target, options.context, options.max_gamma, depths, clock,
-                        options.max_branches if options.max_gamma else 0)
+                        options.max_branches if options.max_gamma else 0, options.kv)
         if store is None:
             store = file_store(bundle, device, options.storage)
         drafts = [spec for spec in bundle.drafts if spec.id in kinds]
@@ -192,7 +194,7 @@ class Runtime:
     def prepare(self, request: GenerationRequest, session: str = '') -> PreparedRequest:
         """Check and tokenise a request of ``session``; raises InvalidRequestError."""
         return replace(prepare(request, self.tokenizer, self.options.context,
-                               self.controller.clock()), session=session)
+                               self.controller.clock(), self.options.kv.evicts), session=session)
 
     def give_back(self) -> None:
         """Return memory that nothing uses at present to the system; any thread."""

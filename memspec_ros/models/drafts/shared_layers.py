@@ -17,14 +17,14 @@ from torch import Tensor
 import torch.nn.functional as F
 
 from ..errors import BundleError, UnsupportedModelError
+from ..kv_cache import KVCache
 from ..llama import layer_shapes, LayerWeights, LlamaConfig, run_layers
 from ..packing import linear
-from ..state import DecodeState, KVCache, Proposal, TargetRun
+from ..state import DecodeState, Proposal, TargetRun
 from ..target import LlamaTarget
 from ..tree import choose_branches
 from .base import Drafter, DraftKind, rank_windows, token_ranks
 from .vocabulary import TextVocabulary
-
 
 # Rows kept to be judged: what is older says little of what follows.
 JUDGED_ROWS = 64
@@ -58,7 +58,17 @@ class SharedLayersDrafter(Drafter):
         self._unjudged: list[Tensor] = []
 
     def lag(self, state: DecodeState) -> int:
+        self.follow(state)
         return max(0, state.held - self.cached)
+
+    @torch.inference_mode()
+    def evict(self, first: int, count: int) -> int:
+        if self.cached < first + count:
+            self._unjudged = []
+            return super().evict(first, count)
+        # Its own cache moves up as the target's does, instead of being built anew.
+        self.kv.drop(first, count, self.cached, self.target.model.rope.turn_back)
+        return self.cached - count
 
     @torch.inference_mode()
     def catch_up(self, state: DecodeState, limit: int) -> None:
@@ -102,7 +112,7 @@ class SharedLayersDrafter(Drafter):
             return 0, 0
         outputs, self._unjudged = torch.cat(self._unjudged), []
         # The row of a position says which token stands at the next one.
-        first = self.cached + 1 - len(outputs)
+        first = self.cached + self.dropped + 1 - len(outputs)
         said = self.vocabulary.ids[self.logits_along(outputs, state.tokens, first).argmax(-1)]
         true = state.tokens[first:first + len(outputs)]
         return sum(map(int.__eq__, said.tolist(), true)), len(outputs)
@@ -113,7 +123,8 @@ class SharedLayersDrafter(Drafter):
 
     def _note(self, state: DecodeState, outputs: Tensor) -> None:
         """Keep the top's outputs [T, H] of the positions from ``cached`` on, if of the answer."""
-        outputs = outputs[max(0, state.prompt_length - 1 - self.cached):][-JUDGED_ROWS:]
+        answered = self.cached + len(outputs) + self.dropped - (state.prompt_length - 1)
+        outputs = outputs[-min(answered, JUDGED_ROWS):] if answered > 0 else outputs[:0]
         if len(outputs):
             self._unjudged.append(outputs)
             while sum(map(len, self._unjudged[1:])) >= JUDGED_ROWS:
@@ -177,7 +188,7 @@ class SharedLayersDrafter(Drafter):
     def _run_top(self, x: Tensor, start: int) -> Tensor:
         config = self.target.model.config
         rope = self.target.model.rope.at(start, x.shape[1])
-        return run_layers(config, self.layers, x, self.kv.keys, self.kv.values, start, rope)
+        return run_layers(config, self.layers, x, self.kv, start, rope)
 
 
 class SharedLayersKind(DraftKind):
