@@ -25,7 +25,6 @@ from ..tree import choose_branches
 from .base import Drafter, DraftKind, rank_windows, token_ranks
 from .vocabulary import TextVocabulary
 
-
 # Rows kept to be judged: what is older says little of what follows.
 JUDGED_ROWS = 64
 
