@@ -29,17 +29,14 @@ from ..models.ranking_head import RankingHead, read_head
 from ..models.target import Target
 from .ranking import Ranker, RankingContext, UNKNOWN_ACCEPTANCE
 
-# Of the expectation, once the head has something to look at.
-PRIOR_SHARE = 0.5
-
 
 class TrainedRanker(Ranker):
     """
     Predicts each draft's acceptance.
 
-    ``prior`` is believed where the head has nothing to look at yet, and has
-    ``PRIOR_SHARE`` of a say after. Drafts the head was not trained with (a prompt
-    lookup, say) keep its figures, or without one the mean of the manifest's.
+    ``prior`` is believed where the head has nothing to look at yet. Drafts the
+    head was not trained with (a prompt lookup, say) keep its figures, or without
+    one the mean of the manifest's.
     """
 
     def __init__(self, head: RankingHead, drafts: Sequence[DraftSpec],
@@ -66,8 +63,7 @@ class TrainedRanker(Ranker):
         if self._encoder is None and context.hidden is None:
             return prior
         predicted = self.predicted(context)
-        return [(draft, PRIOR_SHARE * before + (1 - PRIOR_SHARE) * predicted.get(draft, before))
-                for draft, before in prior]
+        return [(draft, predicted.get(draft, before)) for draft, before in prior]
 
     def predicted(self, context: RankingContext) -> dict[str, float]:
         """Acceptance per judged token that the head expects, by draft."""

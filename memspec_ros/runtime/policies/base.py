@@ -51,7 +51,7 @@ class Policy(ABC):
     Decides at every interval boundary; told nothing of time or threads.
 
     interval: iterations between two plans, or None for the parameter
-    ``scheduling_interval``. judges: before each plan ``judged`` says how every READY
+    ``scheduling_interval``. judges: before the next plan ``judged`` says how every READY
     draft would have done since the last one. What a policy has learned ends with the request:
     ``begin`` forgets it.
     """
@@ -82,4 +82,4 @@ class Policy(ABC):
         """
 
     def judged(self, draft: str, right: int, count: int) -> None:
-        """See that ``right`` of ``count`` tokens of the answer were the first choice of a draft."""
+        """See that ``right`` of ``count`` tokens emitted were the first choice of ``draft``."""

@@ -8,6 +8,8 @@ from .base import Plan, Policy
 
 # What was judged so many tokens ago has lost two thirds of its weight.
 MEMORY_TOKENS = 100.0
+# Drafts are judged at every second boundary: what it costs is a pass, however many rows.
+JUDGE_EVERY = 2
 # The draft in use goes on unless another promises so much more acceptance. Below that, a change
 # of ranks is mostly noise, and the better draft mostly not there.
 STAYING = 1.05
@@ -22,16 +24,18 @@ class MemSpecPolicy(Policy):
     them or not. Where a kind cannot say that, by what was accepted of it.
     """
 
-    judges = True
-
     def __init__(self, ranker: Ranker):
         self._ranker = ranker
         self._seen: dict[str, Acceptance] = {}
-        self._position = 0
+        self._position = self._plans = 0
 
     def begin(self, context: RankingContext) -> None:
         self._ranker.begin(context)
-        self._seen, self._position = {}, 0
+        self._seen, self._position, self._plans = {}, 0, 0
+
+    @property
+    def judges(self) -> bool:
+        return self._plans % JUDGE_EVERY == 0
 
     def judged(self, draft: str, right: int, count: int) -> None:
         self._seen.setdefault(draft, Acceptance()).count(right, count)
@@ -44,6 +48,7 @@ class MemSpecPolicy(Policy):
         ranked = blend(self._ranker.expected(context), {**context.acceptance, **self._seen})
         memory = (1.0 - 1.0 / MEMORY_TOKENS) ** (context.position - self._position)
         self._position = context.position
+        self._plans += 1
         for seen in self._seen.values():
             seen.decay(memory)
         return ranked
