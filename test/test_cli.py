@@ -50,7 +50,9 @@ def test_generate_as_json_is_what_greedy_decoding_gives(bundle, greedy):
                    '--fixed-draft-length', '--json', '-', *SMALL)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
-    assert set(result) == {'text', 'prompt_ids', 'token_ids', 'finish', 'message', 'stats'}
+    assert set(result) == {'text', 'prompt_ids', 'token_ids', 'finish', 'message', 'stats',
+                           'exact', 'kv', 'kv_dropped'}
+    assert result['exact'] and not result['kv_dropped']
     assert result['finish'] == 'length' and not result['message']
     assert result['token_ids'] == greedy(result['prompt_ids'], 40)
     stats = result['stats']

@@ -11,6 +11,7 @@ from memspec_ros.models.bundle import load_bundle
 from memspec_ros.models.drafts import KINDS
 from memspec_ros.models.drafts.prompt_lookup import PromptLookupDrafter
 from memspec_ros.models.drafts.shared_layers import JUDGED_ROWS
+from memspec_ros.models.drafts.vocabulary import TextVocabulary
 from memspec_ros.models.state import DecodeState, TargetRun
 from memspec_ros.models.target_files import locate_target
 from memspec_ros.models.weights import read_tensors
@@ -272,6 +273,24 @@ def test_a_draft_judges_itself_as_a_trace_judges_it(make, kinds, target, prefill
     assert late.judge(state) == (sum(right[:end]), end)
     late.restart(0)
     assert late.judge(state) == (0, 0)
+
+
+def test_judging_knows_tokens_that_only_the_text_holds(make, target, prefilled, monkeypatch):
+    drafter, rare = make('top'), PROMPTS[0][-1]
+    trimmed = [token for token in range(target.vocab_size) if token != rare]
+    drafter.vocabulary = TextVocabulary(torch.tensor(trimmed), {
+        token: place for place, token in enumerate(trimmed)})
+    state = prefilled([*PROMPTS[0], rare])
+    state.prompt_length = len(PROMPTS[0])
+    drafter.catch_up(state, 1000)
+
+    def sure_of_the_last(top, further):
+        logits = torch.zeros(len(top), len(trimmed) + len(further))
+        logits[:, -1] = 1.0
+        return logits
+
+    monkeypatch.setattr(drafter, 'logits', sure_of_the_last)
+    assert drafter.judge(state) == (1, 1)
 
 
 def test_what_is_judged_is_the_latest(make, target, prefilled):

@@ -194,7 +194,9 @@ class ReplayEngine(Engine):
         self._profile = profile
         self._loader = loader
 
-    def prefill(self, prompt: list[int], chunk: int = PREFILL_CHUNK) -> Iterator[int]:
+    def prefill(self, prompt: list[int], chunk: int = PREFILL_CHUNK,
+                opening: bool = False) -> Iterator[int]:
+        # By the row: the same time whether or not the first token comes with the last rows.
         kept = self.state.restart(prompt)
         yield kept
         self.clock.advance((len(prompt) - 1 - kept) * self._profile.prefill_row_ms)

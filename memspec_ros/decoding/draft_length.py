@@ -163,7 +163,8 @@ class DraftLength:
         if best == 0:
             # Acceptance is not seen at zero: look again now and then.
             figures.idle += 1
-            if figures.again or figures.idle >= self._probe_interval(draft):
+            if (figures.again and self._would_pay(draft)
+                    or figures.idle >= self._probe_interval(draft)):
                 figures.idle, figures.again = 0, False
                 return self._probe_gamma
         return best
@@ -172,12 +173,18 @@ class DraftLength:
     def _probe_gamma(self) -> int:
         return min(2, self.max_gamma)
 
+    def _would_pay(self, draft: str) -> bool:
+        """Whether a look at a draft is worth its time where all that it says is right."""
+        return self._extra(draft) < self._probe_gamma
+
+    def _extra(self, draft: str) -> float:
+        """What a look at a draft takes beside a plain step, in plain steps."""
+        gamma, plain = self._probe_gamma, max(self.verify_cost(1), _LEAST_SEC)
+        return (self.drafting_cost(draft, gamma) + self.verify_cost(1 + gamma) - plain) / plain
+
     def _probe_interval(self, draft: str) -> int:
         """Iterations between two looks at a draft that does not pay: the dearer, the rarer."""
-        gamma = self._probe_gamma
-        plain = max(self.verify_cost(1), _LEAST_SEC)
-        extra = self.drafting_cost(draft, gamma) + self.verify_cost(1 + gamma) - plain
-        return max(_PROBE_EVERY, math.ceil(extra / plain / _PROBE_SHARE))
+        return max(_PROBE_EVERY, math.ceil(self._extra(draft) / _PROBE_SHARE))
 
     def calibrate(self, rows: int, seconds: float) -> None:
         """Set the cost of a verify of ``rows`` rows, measured beside the other sizes (warm-up)."""

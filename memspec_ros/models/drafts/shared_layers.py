@@ -113,7 +113,8 @@ class SharedLayersDrafter(Drafter):
         outputs, self._unjudged = torch.cat(self._unjudged), []
         # The row of a position says which token stands at the next one.
         first = self.cached + self.dropped + 1 - len(outputs)
-        said = self.vocabulary.ids[self.logits_along(outputs, state.tokens, first).argmax(-1)]
+        best = self.logits_along(outputs, state.tokens, first).argmax(-1)
+        said = self.vocabulary.ids[best]  # of the vocabulary as the text has extended it by now
         true = state.tokens[first:first + len(outputs)]
         return sum(map(int.__eq__, said.tolist(), true)), len(outputs)
 
