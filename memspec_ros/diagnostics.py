@@ -8,10 +8,13 @@ attention is a warning.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from diagnostic_msgs.msg import DiagnosticArray, DiagnosticStatus, KeyValue
+
+from .memory.pressure import PressureReading
+from .runtime.memory_guard import Level, Limits, NO_LIMIT, Thresholds
 
 OK, WARN, ERROR = DiagnosticStatus.OK, DiagnosticStatus.WARN, DiagnosticStatus.ERROR
 _MIB = 1 << 20
@@ -42,6 +45,7 @@ class Health:
     tokens_per_iteration: float | None = None
     active: str = ''
     desired: str = ''
+    kv_exact: bool = True
     # Residency
     capacity: int = 0
     resident: int = 0
@@ -51,9 +55,15 @@ class Health:
     hit_rate: float | None = None
     hit_rate_warn: float = 0.0
     # Memory
-    available_bytes: int = 0
-    min_free_bytes: int = 0
+    memory: PressureReading = PressureReading()
+    memory_thresholds: Thresholds = Thresholds(0)
+    memory_level: Level = Level.NORMAL
+    memory_reason: str = ''
+    given_up: Sequence[str] = ()
+    limits: Limits = Limits()
     target_bytes: int = 0
+    sessions: int = 0
+    sessions_bytes: int = 0
 
 
 def build(health: Health, node: str, hardware_id: str, stamp) -> DiagnosticArray:
@@ -100,7 +110,8 @@ def _generation(health: Health):
 
 
 def _speculation(health: Health):
-    values = {}
+    # Drafts never change what is said; how keys and values are kept may.
+    values = {'kv_exact': health.kv_exact}
     if health.acceptance is not None:
         values['acceptance_rate'] = health.acceptance
     if health.tokens_per_iteration is not None:
@@ -128,11 +139,25 @@ def _residency(health: Health):
 
 
 def _memory(health: Health):
-    values = {'available_mib': health.available_bytes / _MIB,
-              'min_free_mib': health.min_free_bytes / _MIB,
+    reading, thresholds, limits = health.memory, health.memory_thresholds, health.limits
+    values = {'available_mib': reading.available / _MIB,
+              'min_free_mib': thresholds.min_free / _MIB,
+              'stall_percent_limit': thresholds.stall_percent,
               'target_mib': health.target_bytes / _MIB,
-              'drafts_mib': health.resident_bytes / _MIB}
-    if health.available_bytes < health.min_free_bytes:
-        return WARN, (f'{health.available_bytes / _MIB:.0f} MiB available, '
-                      f'memory.min_free_mib is {health.min_free_bytes / _MIB:.0f}'), values
-    return OK, f'{health.available_bytes / _MIB:.0f} MiB available', values
+              'drafts_mib': health.resident_bytes / _MIB,
+              'sessions': health.sessions,
+              'sessions_mib': health.sessions_bytes / _MIB,
+              'pressure_level': int(health.memory_level),
+              'requests_refused': not limits.requests}
+    if reading.stall_percent is not None:
+        values['stall_percent'] = reading.stall_percent
+    # Where there is no limit there is no number either.
+    values |= {name: value for name, value in (
+        ('drafts_limit', limits.drafts), ('gamma_limit', limits.gamma)) if value < NO_LIMIT}
+    if health.given_up:
+        return (WARN if limits.requests else ERROR,
+                f'{health.memory_reason}; given up: {", ".join(health.given_up)}', values)
+    if reading.available < thresholds.min_free:
+        return WARN, (f'{reading.available / _MIB:.0f} MiB available, '
+                      f'memory.min_free_mib is {thresholds.min_free / _MIB:.0f}'), values
+    return OK, f'{reading.available / _MIB:.0f} MiB available', values

@@ -9,7 +9,12 @@ from rclpy.qos import DurabilityPolicy, HistoryPolicy, QoSProfile, ReliabilityPo
 
 from .decoding.sampling import NUMBERS, Sampling
 from .decoding.stats import GenerationStats as Stats
-from .models.errors import ContextOverflowError, InvalidRequestError
+from .models.errors import (
+    ContextOverflowError,
+    InsufficientMemoryError,
+    InvalidRequestError,
+)
+from .models.kv_options import KVOptions
 from .msg import (
     DraftCount,
     DraftInfo,
@@ -82,6 +87,8 @@ def refusal(error: Exception) -> GenerationStatus:
     """Status of a request that was not accepted."""
     if isinstance(error, QueueFullError):
         return status(GenerationStatus.QUEUE_FULL, str(error))
+    if isinstance(error, InsufficientMemoryError):
+        return status(GenerationStatus.OUT_OF_MEMORY, str(error))
     if isinstance(error, ContextOverflowError):
         return status(GenerationStatus.CONTEXT_OVERFLOW, str(error))
     if isinstance(error, InvalidRequestError):
@@ -155,10 +162,11 @@ def to_draft_residency(views: Iterable[DraftView], kinds: dict[str, str]) -> lis
             for view in views]
 
 
-def _dtype(target) -> str:
+def _dtype(target, kv: KVOptions) -> str:
     computed = str(target.dtype).removeprefix('torch.')
     kinds = ', '.join(target.weight_kinds)
-    return computed if kinds == computed else f'{computed}, weights {kinds}'
+    weights = '' if kinds == computed else f', weights {kinds}'
+    return computed + weights + ('' if kv.exact else f', kv {kv} (not exact)')
 
 
 def to_model_info(runtime: Runtime, stamp) -> ModelInfo:
@@ -168,7 +176,7 @@ def to_model_info(runtime: Runtime, stamp) -> ModelInfo:
         bundle=bundle.name, bundle_path=str(bundle.directory.resolve()),
         target=bundle.target.name, architecture=runtime.architecture,
         license=bundle.target.licence, device=str(target.device),
-        dtype=_dtype(target), target_bytes=target.weight_bytes,
+        dtype=_dtype(target, runtime.options.kv), target_bytes=target.weight_bytes,
         vocab_size=runtime.tokenizer.size, context_tokens=runtime.options.context,
         drafts=[DraftInfo(id=spec.id, kind=spec.kind, domain=spec.domain, bytes=spec.bytes,
                           license=spec.licence) for spec in bundle.drafting],

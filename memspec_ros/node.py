@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 import contextlib
-from dataclasses import replace
 import signal
 import sys
 import threading
@@ -26,17 +25,15 @@ from rclpy.executors import ExternalShutdownException, SingleThreadedExecutor
 from rclpy.qos_overriding_options import QoSOverridingOptions
 from rclpy.signals import SignalHandlerOptions
 from rclpy.task import Future
-import torch
 
 from . import messages
 from .action import Generate as GenerateAction
-from .memory import preflight, process
-from .memory.allocator import give_back, MIB
-from .memory.footprint import Demand, FootprintModel
-from .models.bundle import Bundle
+from .memory import preflight
+from .memory.allocator import give_back
 from .models.errors import InvalidRequestError, MemSpecError
 from .msg import GenerationStatus, TokenChunk
 from .node_lifecycle import ERROR, FAILURE, ResponsiveLifecycleNode, SUCCESS
+from .node_memory import NodeMemory
 from .node_reports import Reports
 from .node_requests import RequestDesk
 from .parameters import NodeParameters
@@ -70,6 +67,7 @@ class MemSpecNode(ResponsiveLifecycleNode):
         self._tokens = self.create_lifecycle_publisher(
             TokenChunk, '~/tokens', messages.QOS_TOKENS,
             qos_overriding_options=QoSOverridingOptions.with_default_policies())
+        self.memory = NodeMemory(self, steady, self.reentrant_group)
         self.reports = Reports(self, steady, self.reentrant_group)
         self.desk = RequestDesk(self, self.parameters, self._tokens.publish,
                                 self.reports.residency_changed)
@@ -225,31 +223,13 @@ class MemSpecNode(ResponsiveLifecycleNode):
         with preflight.machine_lock(while_waiting=self._check_stopping):
             self.runtime = Runtime.open(
                 self.parameters['bundle'] or None, self._runtime_options(),
-                progress=self._log_progress(), before_loading=self._preflight)
+                progress=self._log_progress(), before_loading=self.memory.preflight)
         self.worker = GenerationWorker(
             self.runtime.controller, lambda: self.parameters['queue.max_size'],
             lambda text: self.get_logger().error(text))
+        self.memory.watch(self.runtime, self.worker)
         self.reports.start(self.parameters['residency.period_sec'])
         return super().on_configure(state)
-
-    def _preflight(self, bundle: Bundle, dtype: torch.dtype, device: torch.device) -> None:
-        """Refuse what will not fit, and work K out where it is -1."""
-        value = self.parameters
-        shared = preflight.shares_system_memory(device)
-        model = FootprintModel(bundle, dtype, device, value['weights'],
-                               process.runtime_bytes(dtype, device) if shared else 0,
-                               int(value['memory.layers_mib'] * MIB))
-        budget, min_free = value['memory.budget_mib'] * MIB, value['memory.min_free_mib'] * MIB
-        available = preflight.available_bytes(device)
-        demand = Demand(value['context.max_tokens'], value['draft.max_tokens'], 0,
-                        branches=value['draft.max_branches'])
-        self._affordable_capacity = model.affordable_capacity(
-            demand, preflight.room_bytes(available, model.runtime, budget, min_free))
-        footprint = model.of(replace(demand, capacity=self.capacity()))
-        preflight.check(footprint, model.of(demand), available, budget, min_free)
-        self.get_logger().info(
-            f'needs {footprint.needed / MIB:.0f} MiB beside the {model.runtime / MIB:.0f} MiB of '
-            f'its libraries; {available / MIB:.0f} MiB are available; K = {self.capacity()}')
 
     def _runtime_options(self) -> RuntimeOptions:
         value = self.parameters
@@ -259,7 +239,7 @@ class MemSpecNode(ResponsiveLifecycleNode):
             max_branches=value['draft.max_branches'],
             adaptive=value['draft.adaptive'], policy=value['policy'], ucb_c=value['ucb.c'],
             ucb_per_iteration=value['ucb.per_iteration'], threads=value['threads'],
-            layers_mib=value['memory.layers_mib'],
+            kv=value.kv, layers_mib=value['memory.layers_mib'],
             settings=_LiveSettings(self))
 
     def _activate(self, state) -> object:
@@ -280,6 +260,7 @@ class MemSpecNode(ResponsiveLifecycleNode):
     def _release(self, state, close_entities: Callable) -> object:
         """Cleanup, shutdown and error alike: drain, end the threads, drop the weights."""
         self.desk.close()
+        self.memory.stop()
         if self.worker is not None:
             self.worker.close()
             self.worker = None
@@ -316,11 +297,6 @@ class MemSpecNode(ResponsiveLifecycleNode):
         if self._stopping.is_set():
             raise StoppedError('the node is being stopped')
 
-    def capacity(self) -> int:
-        """K in force: the parameter, or what was derived from the budget for -1."""
-        value = self.parameters['cache_capacity']
-        return self._affordable_capacity if value < 0 else value
-
     def drain(self) -> None:
         """On the way out, whatever the state: end requests and threads, free the weights."""
         self._stopping.set()
@@ -334,7 +310,7 @@ class _LiveSettings(Settings):
 
     @property
     def cache_capacity(self) -> int:
-        return self._node.capacity()
+        return self._node.memory.wanted_capacity()
 
     @property
     def scheduling_interval(self) -> int:
@@ -351,6 +327,10 @@ class _LiveSettings(Settings):
     @property
     def self_speculation(self) -> bool:
         return self._node.parameters['draft.self_speculation']
+
+    @property
+    def merge(self) -> bool:
+        return self._node.parameters['draft.merge']
 
     @property
     def verification(self) -> str:

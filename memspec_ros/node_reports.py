@@ -8,7 +8,6 @@ import math
 from diagnostic_msgs.msg import DiagnosticArray
 
 from . import diagnostics, messages
-from .memory import preflight
 from .memory.allocator import MIB
 from .msg import ModelInfo, Residency
 from .runtime.controller import Controller
@@ -86,7 +85,7 @@ class Reports:
         residency, counters = controller.residency, controller.residency.counters
         self._residency_at = controller.clock()
         message = Residency(
-            capacity=self._node.capacity(), used_bytes=residency.used_bytes(),
+            capacity=controller.capacity, used_bytes=residency.used_bytes(),
             capacity_bytes=self._node.parameters['memory.budget_mib'] * MIB,
             drafts=messages.to_draft_residency(
                 residency.view(), {spec.id: spec.kind for spec in runtime.bundle.drafting}),
@@ -116,9 +115,11 @@ class Reports:
             stall_limit_sec=value['diagnostics.stall_sec'], queue_max=value['queue.max_size'],
             queue_warn_fraction=value['diagnostics.queue_warn_fraction'],
             hit_rate_warn=value['diagnostics.hit_rate_warn'], requests=dict(node.desk.counts),
-            available_bytes=preflight.system_available_bytes(),
-            min_free_bytes=value['memory.min_free_mib'] * MIB,
-            speculation_wanted=value['draft.max_tokens'] > 0)
+            speculation_wanted=value['draft.max_tokens'] > 0,
+            memory=node.memory.reading(), memory_thresholds=node.memory.thresholds())
+        if (guard := node.memory.guard) is not None:
+            health.memory_level, health.limits = guard.level, guard.limits
+            health.memory_reason, health.given_up = guard.reason, guard.given_up
         last = node.desk.last_stats
         if last is not None:
             health.last_tokens_per_sec = last.tokens_per_sec or 0.0
@@ -134,7 +135,10 @@ class Reports:
         health.queue = worker.waiting
         health.stalled_sec = controller.clock() - worker.last_progress
         health.target_bytes = target.weight_bytes
-        health.capacity = node.capacity()
+        health.capacity = controller.capacity
+        health.sessions = len(controller.sessions)
+        health.sessions_bytes = controller.sessions.bytes
+        health.kv_exact = runtime.options.kv.exact
         _add_controller(health, controller)
         return health
 

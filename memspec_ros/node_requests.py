@@ -13,7 +13,7 @@ import uuid
 
 from . import messages
 from .decoding.stats import GenerationStats
-from .models.errors import InvalidRequestError
+from .models.errors import InsufficientMemoryError, InvalidRequestError
 from .msg import GenerateRequest, GenerationStatus, TokenChunk
 from .runtime.requests import Chunk, PreparedRequest
 from .runtime.runtime import Runtime
@@ -65,7 +65,7 @@ class RequestDesk:
 
     Parameters
     ----------
-    node: for its log, clock and state
+    node: for its log, clock, state and memory
     defaults: parameters that fill a request's zeros, by name
     publish: sends a TokenChunk
     on_progress: called after every chunk, on the worker thread
@@ -113,6 +113,7 @@ class RequestDesk:
             return None, self._not_active()
         runtime, worker = open_for
         try:
+            self._node.memory.admit()
             history = self._sessions.get(message.session_id)
             prepared = self._prepare(message, runtime, history)
             job = Job(message.request_id or uuid.uuid4().hex, prepared, message.client_id,
@@ -124,7 +125,7 @@ class RequestDesk:
                     worker.submit(job)
                     return job, None
             refused = self._not_active()
-        except (InvalidRequestError, QueueFullError) as error:
+        except (InsufficientMemoryError, InvalidRequestError, QueueFullError) as error:
             refused = messages.refusal(error)
         except Exception as error:  # noqa: BLE001 (a request must never end the executor)
             self._node.get_logger().error(f'request refused: {type(error).__name__}: {error}')

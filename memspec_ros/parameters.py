@@ -26,11 +26,13 @@ from rclpy.node import Node
 from rclpy.parameter import Parameter
 
 from .decoding.sampler import VERIFICATIONS
-from .decoding.sampling import RANGES
+from .decoding.sampling import LARGEST_SEED, RANGES
+from .models.kv_options import KVOptions
 from .models.packing import WEIGHT_KINDS
 from .runtime.policies import POLICY_NAMES
 
 LIVE = 'live: at the next scheduling interval'
+WATCH = 'live: twice a second'
 REQUEST = 'with the next request'
 CONFIGURE = 'only while unconfigured'
 START = 'only at start'
@@ -119,13 +121,25 @@ PARAMETERS: tuple[ParameterSpec, ...] = (
        'not every scheduling_interval.', CONFIGURE),
     _p('memory.budget_mib', 0, 'Most memory the node may take, its libraries included '
        '[MiB]; 0 = no limit but what is free.', CONFIGURE, 0, 1 << 20),
-    _p('memory.min_free_mib', 128, 'Memory to be left free on the machine [MiB].', CONFIGURE,
-       0, 1 << 20),
+    _p('memory.min_free_mib', 128, 'Memory to be left free on the machine [MiB]; below it the '
+       'node gives back what it can spare: see docs/memory.md.', WATCH, 0, 1 << 20),
+    _p('memory.stall_percent', 10.0, 'Share of the time in which programs wait for memory (PSI, '
+       'some avg10) from which on the node gives memory back [%]; 0 = never mind.', WATCH,
+       0.0, 100.0),
+    _p('memory.recover_sec', 10.0, 'Time without pressure after which one thing that was given '
+       'up is taken back [s].', WATCH, 0.0, 3600.0),
     _p('memory.layers_mib', 0.0, "Most memory for the target's layers [MiB]; the others are read "
        'from storage for every pass (docs/self_speculation.md). 0 = all in memory.', CONFIGURE,
        0.0, 1 << 20),
     _p('context.max_tokens', 2048, 'Most tokens of prompt and output together.', CONFIGURE,
        16, 1 << 20),
+    _p('kv.int8_after', 0, 'Keys and values are kept in INT8 but for so many recent positions, or '
+       'a few more; 0 = all as they are. See docs/memory.md.', CONFIGURE, 0, 1 << 20),
+    _p('kv.window', 0, 'Old positions are dropped but for so many recent ones, or a few more, and '
+       'answers go on beyond the context; -1 = when it is full, 0 = never.', CONFIGURE,
+       -1, 1 << 20),
+    _p('kv.sinks', 4, 'First positions, which kv.int8_after and kv.window leave as they are.',
+       CONFIGURE, 0, 1 << 10),
     _p('draft.max_tokens', 4, 'Most tokens drafted per iteration; 0 = speculation off.',
        CONFIGURE, 0, 16),
     _p('draft.max_branches', 4, 'Most second choices of a draft that are verified beside its '
@@ -135,6 +149,8 @@ PARAMETERS: tuple[ParameterSpec, ...] = (
        'instead of drafting.', LIVE),
     _p('draft.self_speculation', True, 'While no loaded draft is ready, or none may be loaded, '
        'the target drafts with its own lower layers, if the bundle has exits and it pays.', LIVE),
+    _p('draft.merge', False, 'Verify what would be copied, or what a second draft in memory '
+       "proposes, in one pass with the active draft's tokens, where that pays.", LIVE),
     _p('draft.min_confidence', 0.0, 'A draft proposes no more once its next token has less '
        'than this probability; 0 = off.', REQUEST, 0.0, 1.0),
     _p('queue.max_size', 8, 'Most requests waiting; more are refused with QUEUE_FULL.', LIVE,
@@ -154,7 +170,7 @@ PARAMETERS: tuple[ParameterSpec, ...] = (
               'output.'),
     _sampling('min_tokens', 0, 'Output tokens before which end-of-sequence is not chosen.'),
     _p('sampling.seed', 0, 'Same seed, same request: same output; 0 = a new one for every '
-       'request.', REQUEST, 0, 1 << 62),
+       'request.', REQUEST, 0, LARGEST_SEED),
     _p('sampling.ignore_eos', False, 'Go on after end-of-sequence.', REQUEST),
     _p('sampling.verification', 'coupled', 'How drafted tokens are judged when sampling: see '
        'docs/sampling.md.', REQUEST, choices=VERIFICATIONS),
@@ -197,6 +213,11 @@ class NodeParameters:
 
     def __getitem__(self, name: str) -> Any:
         return self._values[name]
+
+    @property
+    def kv(self) -> KVOptions:
+        """How keys and values of old positions are to be kept."""
+        return KVOptions(self['kv.int8_after'], self['kv.sinks'], self['kv.window'])
 
     def effective(self) -> str:
         """All values on one line, for the log."""

@@ -17,8 +17,10 @@ import torch
 from memspec_ros.decoding.draft_length import DraftLength
 from memspec_ros.decoding.engine import Engine
 from memspec_ros.models.drafts import Drafter, DraftKind
+from memspec_ros.models.kv_cache import RollbackCache
 from memspec_ros.models.state import DecodeState, Proposal
 from memspec_ros.models.target import Target
+from memspec_ros.models.tree import parents_of
 from memspec_ros.runtime.controller import Controller, Settings
 from memspec_ros.runtime.loader import LoadResult
 from memspec_ros.runtime.policies import Plan, Policy
@@ -42,7 +44,7 @@ class FakeClock:
         self.now += seconds
 
 
-class FakeCache:
+class FakeCache(RollbackCache):
     """Remembers which token was run at which position, as keys and values would."""
 
     def __init__(self, capacity: int):
@@ -104,6 +106,38 @@ class FakeTarget(Target):
         row = torch.zeros(self.vocab_size)
         row[choice] = 9.0
         return row
+
+
+class TreeCache(FakeCache):
+    """A cache whose rows can be moved, as those of an accepted branch are."""
+
+    def move(self, start, rows):
+        self.tokens[start:start + len(rows)] = [self.tokens[start + row] for row in rows]
+
+
+class TreeTarget(FakeTarget):
+    """A FakeTarget that verifies trees."""
+
+    verifies_trees = True
+
+    def new_state(self, capacity, depths=frozenset(), stops=frozenset()):
+        state = super().new_state(capacity, depths, stops)
+        state.kv = TreeCache(capacity)
+        return state
+
+    def forward(self, state, tokens, last_only=False, branches=()):
+        logits = super().forward(state, tokens, last_only)
+        if not branches:
+            return logits
+        parents, before = parents_of(len(tokens) - 1 - len(branches), branches), state.held
+        rows = []
+        for row in range(len(tokens)):
+            path: list[int] = []
+            while row >= 0:
+                path.insert(0, tokens[row])
+                row = parents[row]
+            rows.append(self._row([*state.kv.tokens[:before], *path]))
+        return torch.stack(rows)
 
 
 def counting(prefix: Sequence[int]) -> int:
@@ -320,14 +354,14 @@ class Bench:
                  script: Mapping[str, Sequence[tuple[float, str]]] | None = None,
                  step_sec: float = 0.1, row_sec: float = 0.0, plan_sec: float = 0.0,
                  decode_sec: float = 0.0, adaptive: bool = False, context: int = 512,
-                 bytes_each: int = 1000):
+                 bytes_each: int = 1000, target: type[FakeTarget] = FakeTarget,
+                 branches: int = 0):
         self.clock = FakeClock()
         self.kinds = dict(drafts or {})
         for kind in self.kinds.values():
             kind.make = self._on_this_clock(kind.make)
-        self.target = FakeTarget(next_token, clock=self.clock, step_sec=step_sec,
-                                 row_sec=row_sec)
-        self.engine = Engine(self.target, context, gamma, frozenset(), self.clock)
+        self.target = target(next_token, clock=self.clock, step_sec=step_sec, row_sec=row_sec)
+        self.engine = Engine(self.target, context, gamma, frozenset(), self.clock, branches)
         self.loader = ScriptedLoader(self.clock, script or {})
         sized = {draft: (kind, 0 if kind.slot_free else bytes_each)
                  for draft, kind in self.kinds.items()}

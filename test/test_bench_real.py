@@ -21,6 +21,7 @@ from memspec_ros.bench.suites.policies import MARGIN, replay_over_real
 from memspec_ros.cli import main
 from memspec_ros.decoding.stats import TIME_SHARES
 from memspec_ros.models.errors import InvalidRequestError, MemSpecError
+from memspec_ros.runtime.drafting import Drafting
 from memspec_ros.runtime.policies import POLICY_NAMES
 from memspec_ros.runtime.residency import Residency
 from memspec_ros.runtime.storage import PacedStore
@@ -100,6 +101,7 @@ class Stage:
         bench.controller.residency = Residency(
             {name: (kind, 1000) for name, kind in bench.kinds.items()}, bench.loader, 2,
             bench.clock)
+        bench.controller.drafting = Drafting(bench.engine, bench.controller.residency)
         self.bench, self.drafts = bench, drafts_of(kind='causal_lm')
         self.ranker, self.header = FixedRanker(EXPECTED), header(max_new_tokens=40)
         self.machine = Machine(bench.controller, self.drafts, self.ranker, lambda: PROFILE)

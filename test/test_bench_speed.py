@@ -259,6 +259,26 @@ def test_llama_cpp_itself(full_bundle, prompts, tmp_path):
         assert result['ratios'][name] > 0
 
 
+# --- trees ---
+
+def test_trees(full_bundle, prompts, tmp_path, capfd):
+    file = tmp_path / 'trees.json'
+    assert bench('trees', full_bundle, '--prompts', prompts, '--max-new-tokens', '8',
+                 '--fixed-draft-length', '--json', file) == 0
+    result = json.loads(file.read_text())
+    ways = ['plain', 'chains', 'branches', 'merged']
+    for entry in [*result['domains'].values(), result['gmean']]:
+        assert list(entry) == ways and entry['plain']['tokens_per_iteration'] == 1.0
+        assert all(entry[way]['tokens_per_iteration'] >= 1 for way in ways)
+    assert result['outputs_differing_from_plain'] == dict.fromkeys(ways[1:], 0)
+    assert 'merged over branches' in capfd.readouterr().out
+
+
+def test_without_trees_there_is_nothing_to_race(full_bundle, prompts, capfd):
+    assert bench('trees', full_bundle, '--prompts', prompts, '--branches', '0') == 1
+    assert '--branches 1 or more' in capfd.readouterr().err
+
+
 # --- gamma ---
 
 def test_gamma(full_bundle, prompts, tmp_path, capfd):
@@ -342,6 +362,7 @@ def test_rows_one_after_another_are_told_from_rows_side_by_side():
 @pytest.mark.parametrize('more, words', [
     (['--draft', 'nobody'], '--draft nobody: there are'),
     (['--draft-tokens', '0'], '--draft-tokens is 0'),
+    (['--configurations', '@nobody', '--bundle', ''], "no draft 'nobody', there are"),
     (['--configurations', 'x'], 'exclude each other')])
 def test_wrong_arguments_of_gamma(full_bundle, prompts, capfd, more, words):
     assert bench('gamma', full_bundle, '--prompts', prompts, *more) == 1
@@ -353,8 +374,76 @@ def test_gamma_of_a_bundle_without_drafts(bundle_maker, prompts, capfd):
     assert 'no draft' in capfd.readouterr().err
 
 
-@pytest.mark.parametrize('text, bundle, dtype', [
-    ('a/b', 'a/b', 'auto'), ('a/b:float32', 'a/b', 'float32'), ('', '', 'auto'),
-    ('a:b', 'a:b', 'auto')])
-def test_configurations_are_parsed(text, bundle, dtype):
-    assert gamma.Configuration.parse(text, 'auto') == gamma.Configuration(bundle, dtype)
+@pytest.mark.parametrize('text, expected', [
+    ('a/b', ('a/b', 'auto')), ('a/b:float32', ('a/b', 'float32')), ('', ('', 'auto')),
+    ('a:b', ('a:b', 'auto')), ('a/b:bfloat16:int8', ('a/b', 'bfloat16', 'int8')),
+    (':int8:float32@x', ('', 'float32', 'int8', 'x')), ('@lookup', ('', 'auto', 'auto', 'lookup')),
+    ('a/b:int4@c/d/x', ('a/b', 'auto', 'int4', 'x', 'c/d'))])
+def test_configurations_are_parsed(text, expected):
+    assert gamma.Configuration.parse(text, 'auto') == gamma.Configuration(*expected)
+
+
+def test_a_directory_may_have_an_at_sign_in_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / 'me@home').mkdir()
+    assert gamma.Configuration.parse('me@home', 'auto') == gamma.Configuration('me@home', 'auto')
+
+
+def test_gamma_of_configurations_of_several_targets_and_bundles(full_bundle, bundle_maker, prompts,
+                                                                tmp_path, capfd):
+    """A target without drafts of its own takes those of another bundle; precisions differ."""
+    bare, file = bundle_maker.write(), tmp_path / 'gamma.json'
+    assert main(['bench', 'gamma', '--configurations', f'{bare}@{full_bundle}/top',
+                 f'{full_bundle}@lookup', f'{full_bundle}:int8@top', f'{full_bundle}@far',
+                 '--prompts', str(prompts), *SMALL, '--max-new-tokens', '6', '--draft-tokens', '2',
+                 '--json', str(file)]) == 0
+    result = json.loads(file.read_text())
+    assert [(sweep['name'], sweep['weights']) for sweep in result['configurations']] == [
+        (f'{bare.name}/top', 'float32'), (f'{full_bundle.name}/lookup', 'float32'),
+        (f'{full_bundle.name}/far', 'float32'), (f'{full_bundle.name}/top', 'int8')]
+    assert all(len(sweep['points']) == 2 for sweep in result['configurations'])
+    assert f'{full_bundle.name}/top, float32, int8' in capfd.readouterr().out
+
+
+# --- weights ---
+
+@pytest.fixture
+def prompt_file(tmp_path):
+    path = tmp_path / 'prompts.jsonl'
+    path.write_text(''.join(json.dumps({'domain': domain, 'prompt': f'{domain} a b a b, c d'})
+                            + '\n' for domain in ('general', 'code')))
+    return path
+
+
+def weights(bundle, prompt_file, *more):
+    return main(['bench', 'weights', '--bundle', str(bundle), '--prompts', str(prompt_file),
+                 '--prompts-per-domain', '1', *map(str, more)])
+
+
+def test_distance_of_weights(full_bundle, prompt_file, capfd):
+    assert weights(full_bundle, prompt_file, '--dtype', 'float32', '--json', '-') == 0
+    result = json.loads(capfd.readouterr().out)
+    assert set(result['weights']) == {'auto', 'dense', 'int8', 'int4'}
+    dense = result['weights']['dense']
+    # The reference itself, and what is further away with every bit less.
+    assert dense['greedy_agreement'] == 1
+    assert dense['perplexity'] == pytest.approx(result['reference']['perplexity'])
+    coarse = [result['weights'][kind] for kind in ('int8', 'int4')
+              if 'unavailable' not in result['weights'][kind]]
+    for entry in coarse:
+        assert entry['greedy_agreement'] < 1 and entry['bytes'] < dense['bytes']
+        assert entry['perplexity'] != pytest.approx(dense['perplexity'], rel=1e-4)
+    if len(coarse) == 2:
+        assert coarse[1]['greedy_agreement'] < coarse[0]['greedy_agreement']
+
+
+def test_a_kind_without_a_kernel_says_so(full_bundle, prompt_file, monkeypatch, capfd):
+    monkeypatch.setattr('memspec_ros.models.packing.has_int8', lambda device: False)
+    assert weights(full_bundle, prompt_file, '--dtype', 'float32', '--kinds', 'int8', 'dense') == 0
+    out = capfd.readouterr().out
+    assert 'no INT8 kernel' in out and '100.00%' in out
+
+
+def test_an_unknown_kind_is_named(full_bundle, prompt_file, capfd):
+    assert weights(full_bundle, prompt_file, '--kinds', 'int5') != 0
+    assert "'int5'" in capfd.readouterr().err

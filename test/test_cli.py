@@ -50,7 +50,9 @@ def test_generate_as_json_is_what_greedy_decoding_gives(bundle, greedy):
                    '--fixed-draft-length', '--json', '-', *SMALL)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
-    assert set(result) == {'text', 'prompt_ids', 'token_ids', 'finish', 'message', 'stats'}
+    assert set(result) == {'text', 'prompt_ids', 'token_ids', 'finish', 'message', 'stats',
+                           'exact', 'kv', 'kv_dropped'}
+    assert result['exact'] and not result['kv_dropped']
     assert result['finish'] == 'length' and not result['message']
     assert result['token_ids'] == greedy(result['prompt_ids'], 40)
     stats = result['stats']
@@ -125,6 +127,40 @@ def test_generate_samples_by_seed_whoever_drafts(bundle, capfd):
     assert len(rejected) == 24
 
 
+def test_generate_with_merged_drafts_says_the_same(bundle, capfd, greedy, monkeypatch):
+    from memspec_ros.runtime.drafting import Drafting
+    prompt = 'the robot picks up the red cube and the robot picks up the red cube and'
+    outputs, told, choose = [], [], Drafting.choose
+
+    def listen(self, length, active, others, copy, merge):
+        told.append(merge)
+        return choose(self, length, active, others, copy, merge)
+
+    monkeypatch.setattr(Drafting, 'choose', listen)
+    for more in ([], ['--merge'], ['--merge', '--temperature', '1', '--seed', '3'],
+                 ['--temperature', '1', '--seed', '3']):
+        assert main(['generate', '--bundle', bundle, '--prompt', prompt, '--max-new-tokens', '32',
+                     '--ignore-eos', '--fixed-draft-length', '--json', '-', *SMALL, *more]) == 0
+        outputs.append(json.loads(capfd.readouterr().out))
+        assert set(told) == {'--merge' in more}
+        told.clear()
+    ids = [output['token_ids'] for output in outputs]
+    assert ids[0] == ids[1] == greedy(outputs[0]['prompt_ids'], 32) and ids[2] == ids[3] != ids[0]
+
+
+def test_a_draft_that_is_never_sure_enough_drafts_nothing(bundle, capfd):
+    drafted = []
+    for least in ('0', '1'):
+        assert main(['generate', '--bundle', bundle, '--prompt', PROMPT, '--max-new-tokens', '12',
+                     '--ignore-eos', '--fixed-draft-length', '--min-confidence', least, '--json',
+                     '-', *SMALL]) == 0
+        drafts = json.loads(capfd.readouterr().out)['stats']['drafts']
+        # What is copied has no confidence.
+        drafted.append(sum(count['proposed'] for name, count in drafts.items()
+                           if name != 'lookup'))
+    assert drafted[0] > 0 == drafted[1]
+
+
 def test_names_of_sampling_options_are_those_of_the_decoder():
     from memspec_ros.cli.options import _SAMPLING
     from memspec_ros.decoding.sampler import VERIFICATIONS
@@ -194,6 +230,8 @@ GENERATE = ['generate', '--prompt', PROMPT]
     ([*GENERATE, '--cache-capacity', '-2'], ['--cache-capacity', '-2']),
     ([*GENERATE, '--scheduling-interval', '0'], ['--scheduling-interval']),
     ([*GENERATE, '--draft-tokens', '-1'], ['--draft-tokens']),
+    ([*GENERATE, '--min-confidence', '1.5'], ['--min-confidence', '1.5', '0 to 1']),
+    ([*GENERATE, '--min-confidence', 'nan'], ['--min-confidence', 'nan']),
     ([*GENERATE, '--policy', 'oracle'], ['--policy', 'oracle', 'memspec']),
     ([*GENERATE, '--dtype', 'float13'], ['float13', 'bfloat16']),
     ([*GENERATE, '--device', 'tpu'], ['tpu']),

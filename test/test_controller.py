@@ -631,6 +631,40 @@ def test_gamma_0_where_drafting_does_not_pay():
     assert last.stats.iterations <= 50
 
 
+@pytest.mark.parametrize('cost', [0.02, 0.2, 1.0, 4.0])
+@pytest.mark.parametrize('drafts', [('free',), ('a', 'b', 'free')])
+def test_never_slower_than_plain_decoding_by_more_than_a_few_percent(cost, drafts):
+    """With drafts that are always wrong, however dear: what looking at them costs is bounded."""
+    probes = []
+
+    def sec(bench, tokens):
+        _, _, last, chunks = bench.run(max_new_tokens=tokens)
+        probes[:] = [chunk for chunk in chunks if chunk.step and chunk.step.drafted]
+        return last.stats.decode_sec / tokens
+
+    kinds = {name: FakeKind(lambda: FakeDrafter(wrong, step_sec=0.1 * cost, row_sec=0.001),
+                            slot_free=name == 'free') for name in drafts}
+    bench = Bench(kinds, adaptive=True, gamma=4, row_sec=0.002, context=2048,
+                  rank=lambda context: [(name, 0.9 - 0.1 * place)
+                                        for place, name in enumerate(drafts)])
+    for rows in range(1, 6):
+        bench.controller.draft_length.calibrate(rows, 0.1 + 0.002 * rows)
+    plain = Bench(row_sec=0.002)
+    alone = sec(plain, 400)
+    assert sec(bench, 400) < 1.1 * alone  # nobody knew what they are worth
+    assert sec(bench, 1000) < 1.03 * alone
+    assert probes  # but what they are worth today is not left unseen
+
+
+def test_a_draft_that_has_become_good_is_found_out():
+    bench = Bench({'free': free(lambda prefix: wrong(prefix) if len(prefix) < 150 else
+                                counting(prefix), step_sec=0.02)}, adaptive=True, gamma=4)
+    steps = [chunk.step for chunk in bench.run(max_new_tokens=400)[3] if chunk.step]
+    assert sum(step.drafted > 0 for step in steps[100:140]) <= 3
+    assert sum(step.accepted for step in steps[-8:]) > 8
+    assert len(steps) < 260
+
+
 def test_a_proposal_shorter_than_asked_is_fine():
     bench = Bench({'free': free()})
     drafter = bench.residency.drafter('free')

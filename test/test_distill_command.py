@@ -183,10 +183,15 @@ def test_drafts_learn_from_as_many_tokens_each(full_bundle, tmp_path, prompts, c
     work = tmp_path / 'work'
     assert run(full_bundle, work, prompts('train.jsonl', 8), prompts('eval.jsonl', 1),
                '--kind', 'feature', '--tokens-per-domain', '36', '--samples', '2') == 0
+    from memspec_ros.models.fingerprint import target_fingerprint, TARGET_KEY
     from memspec_ros.models.weights import read_metadata
-    tokens = {name: read_metadata(work / f'{name}.safetensors')['training_tokens']
-              for name in ('base', 'general', 'code')}
-    assert tokens == {'base': '36', 'general': '36', 'code': '36'}
+    made = {name: read_metadata(work / f'{name}.safetensors')
+            for name in ('base', 'general', 'code')}
+    assert {name: about['training_tokens'] for name, about in made.items()} == {
+        'base': '36', 'general': '36', 'code': '36'}
+    target = target_fingerprint(load_bundle(full_bundle).directory / load_bundle(
+        full_bundle).target.path)
+    assert {about[TARGET_KEY] for about in made.values()} == {target}
 
 
 def test_a_work_directory_belongs_to_one_target(full_bundle, tmp_path, prompts, capsys):

@@ -10,7 +10,9 @@ import torch
 from memspec_ros.models.bundle import load_bundle
 from memspec_ros.models.drafts import KINDS
 from memspec_ros.models.drafts.prompt_lookup import PromptLookupDrafter
-from memspec_ros.models.state import DecodeState
+from memspec_ros.models.drafts.shared_layers import JUDGED_ROWS
+from memspec_ros.models.drafts.vocabulary import TextVocabulary
+from memspec_ros.models.state import DecodeState, TargetRun
 from memspec_ros.models.target_files import locate_target
 from memspec_ros.models.weights import read_tensors
 
@@ -235,3 +237,70 @@ def test_a_lookup_says_how_long_its_match_is(make):
                          ([1, 2, 3, 4, 5, 9, 1, 2, 3, 4], 4)):
         assert PromptLookupDrafter().match(state_of(tokens)) == size
     assert make('top').match(state_of([1, 1, 1, 1, 1])) == 0
+
+
+@pytest.mark.parametrize('name', ['top', 'noise', 'feature', 'embedded'])
+def test_a_draft_judges_itself_as_a_trace_judges_it(make, kinds, target, prefilled, name):
+    """Whether it drafted, caught up, or came late: the answer's tokens that it had right."""
+    prompt, answer = PROMPTS[0], [*PROMPTS[1], *PROMPTS[0], *PROMPTS[3]][:60]
+    bundle, by_name = kinds
+    tokens = [*prompt, *answer]
+    whole = prefilled([*tokens, 1])
+    run = TargetRun(tokens, {depth: hidden[:len(tokens)].clone()
+                             for depth, hidden in whole.hidden.items()})
+    ranks = by_name[name].rollout_ranks(
+        read_tensors(bundle.weight_file(bundle.draft(name))), run, len(prompt), 4, 8)
+    right = (ranks[:, 0] == 1).tolist()
+    drafting, late = make(name), make(name)
+    state = prefilled(prompt)
+    state.prompt_length = len(prompt)
+    drafting.catch_up(state, 1000)
+    assert drafting.judge(state) == (0, 0)  # of the prompt it says nothing
+    found = []
+    for place in range(0, len(answer), 5):
+        state.tokens = tokens[:len(prompt) + place + 1]
+        target.forward(state, tokens[state.held:len(state.tokens) - 1])
+        state.hold(len(state.tokens) - 1)
+        drafting.propose(state, 3) if place % 2 else drafting.catch_up(state, 1000)
+        drafting.propose(state, 2)  # asking again says nothing new
+        found.append(drafting.judge(state))
+        assert drafting.judge(state) == (0, 0)
+    end = place + 1
+    assert [count for _, count in found] == [1] + [5] * (len(found) - 1)
+    assert [hits for hits, _ in found] == [right[0], *(
+        sum(right[first:first + 5]) for first in range(1, end, 5))]
+    late.catch_up(state, 1000)
+    assert late.judge(state) == (sum(right[:end]), end)
+    late.restart(0)
+    assert late.judge(state) == (0, 0)
+
+
+def test_judging_knows_tokens_that_only_the_text_holds(make, target, prefilled, monkeypatch):
+    drafter, rare = make('top'), PROMPTS[0][-1]
+    trimmed = [token for token in range(target.vocab_size) if token != rare]
+    drafter.vocabulary = TextVocabulary(torch.tensor(trimmed), {
+        token: place for place, token in enumerate(trimmed)})
+    state = prefilled([*PROMPTS[0], rare])
+    state.prompt_length = len(PROMPTS[0])
+    drafter.catch_up(state, 1000)
+
+    def sure_of_the_last(top, further):
+        logits = torch.zeros(len(top), len(trimmed) + len(further))
+        logits[:, -1] = 1.0
+        return logits
+
+    monkeypatch.setattr(drafter, 'logits', sure_of_the_last)
+    assert drafter.judge(state) == (1, 1)
+
+
+def test_what_is_judged_is_the_latest(make, target, prefilled):
+    state, drafter = prefilled(PROMPTS[0]), make('top')
+    for _ in range(JUDGED_ROWS + 20):
+        state.tokens.append(7)
+        target.forward(state, [state.tokens[-2]])
+        state.hold(len(state.tokens) - 1)
+        drafter.catch_up(state, 1000)
+    assert JUDGED_ROWS <= drafter.judge(state)[1] < 2 * JUDGED_ROWS
+    late = make('top')
+    late.catch_up(state, 1000)
+    assert late.judge(state)[1] == JUDGED_ROWS

@@ -13,7 +13,7 @@ from memspec_ros.bench.contest import Contest
 from memspec_ros.bench.frontier_figure import draw, format_table, frontier
 from memspec_ros.cli import main
 from memspec_ros.decoding.draft_length import DraftLength
-from memspec_ros.runtime import controller
+from memspec_ros.runtime import drafting
 
 SMALL = ['--dtype', 'float32', '--threads', '1', '--context', '160', '--max-new-tokens', '10',
          '--fixed-draft-length', '--draft-tokens', '3']
@@ -99,7 +99,7 @@ def test_with_one_bundle_drafts_keep_their_names(second_bundle, prompts, capfd):
 
 def test_a_draft_is_never_helped_by_another(second_bundle, prompts, monkeypatch):
     # Where a lookup may step in for another draft, it now would, everywhere.
-    monkeypatch.setattr(controller, 'LEAST_MATCH', 0)
+    monkeypatch.setattr(drafting, 'LEAST_MATCH', 0)
     monkeypatch.setattr(DraftLength, 'speed', lambda self, draft, gamma: draft == 'lookup')
     asked = []
     answer = Contest.answer

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from memspec_ros.models.errors import UnsupportedModelError
+from memspec_ros.models.kv_cache import KVCache
 from memspec_ros.models.llama import (
     attend,
     causal_mask,
@@ -17,7 +18,6 @@ from memspec_ros.models.llama import (
     run_layer_uncached,
 )
 from memspec_ros.models.packing import linear, pack
-from memspec_ros.models.state import KVCache
 from memspec_ros.models.target import load_target, read_config, TransformersTarget
 
 CPU = torch.device('cpu')
@@ -179,7 +179,8 @@ def test_bfloat16_follows_float32(model_dirs, target):
     a, _ = run(half, PROMPTS[3], [45])
     b, _ = run(target, PROMPTS[3], [45])
     assert a.dtype == torch.float32 and half.dtype == torch.bfloat16
-    assert half.weight_bytes * 2 == target.weight_bytes
+    # Vectors are held in float32 where matrices are multiplied in it.
+    assert target.weight_bytes == pytest.approx(2 * half.weight_bytes, rel=0.01)
     assert (a.argmax(-1) == b.argmax(-1)).float().mean() > 0.8
     assert (a - b).abs().mean() < 0.1 * b.std()
 
@@ -281,7 +282,7 @@ def test_a_layer_without_cache_equals_one_with(target):
     x = model.embed(ids)
     rope, mask = model.rope.at(0, count), causal_mask(count, count, CPU)
     kv = KVCache(4, 2, count, model.config.head_dim, torch.float32, CPU)
-    cached = model.run_layers(x, 0, 4, kv.keys, kv.values, 0)
+    cached = model.run_layers(x, 0, 4, kv, 0)
     for weights in model.layers:
         x = run_layer_uncached(model.config, weights, x, rope, mask)
     assert torch.allclose(x, cached, atol=1e-5)

@@ -11,6 +11,7 @@ import torch
 from memspec_ros.memory import preflight
 from memspec_ros.memory.allocator import MIB
 from memspec_ros.memory.footprint import Demand, draft_bytes, Footprint, FootprintModel
+from memspec_ros.memory.pressure import gauge_of
 from memspec_ros.models.bundle import load_bundle
 from memspec_ros.models.errors import InsufficientMemoryError
 from memspec_ros.models.target_files import locate_target
@@ -140,8 +141,8 @@ def test_what_does_not_fit_is_refused_with_both_numbers(model):
 
 
 def test_available_memory_is_read_from_the_system():
-    available = preflight.available_bytes(CPU)
-    assert 16 * MIB < available < 1 << 50
+    reading = gauge_of(CPU).read()
+    assert 16 * MIB < reading.available < 1 << 50 and reading.source in ('system', 'control group')
 
 
 HOLD = """

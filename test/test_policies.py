@@ -490,3 +490,67 @@ def test_what_is_loaded_first_need_not_be_what_is_used_first():
     assert order[0] == 'later' and order[-1] == 'now'
     assert {chunk.step.desired for chunk in chunks} == {'now'}
     assert Plan([('a', 1.0)], use=[]).desired == ''
+
+
+class Judging(FakeDrafter):
+    """One that can say how it would have done."""
+
+    judges = True
+
+    def judge(self, state):
+        self._call('judge')
+        start, self.told = max(getattr(self, 'told', 0), state.prompt_length), self.cached + 1
+        places = range(start, self.told)
+        return (sum(self.guess(state.tokens[:place]) == state.tokens[place] for place in places),
+                max(0, len(places)))
+
+
+def judging(guess=counting, **options):
+    return FakeKind(lambda: Judging(guess, **options))
+
+
+@pytest.mark.parametrize('name, best', [('memspec', 'b'), ('general_static', 'a')])
+def test_a_better_draft_in_memory_is_found_without_trying_it(name, best):
+    def half(prefix):
+        return counting(prefix) if prefix[-1] % 2 else 7
+    bench = Bench({'a': judging(half), 'b': judging()}, 2, 2, 2,
+                  script={'a': [(0.0, 'ok')], 'b': [(0.0, 'ok')]})
+    bench.controller.policy = make_policy(name, specs('ab'), Fixed({'a': 0.5, 'b': 0.3}))
+    _, _, _, chunks = bench.run(max_new_tokens=80)
+    used = [chunk.step.draft for chunk in chunks if chunk.step]
+    assert used[2] == 'a' and used[-1] == best
+    # The ranker's word for b counts as twelve tokens, and all of its tokens are right.
+    assert best == 'a' or used.index('b') <= 12
+
+
+def test_the_draft_in_use_stays_unless_another_is_clearly_better():
+    policy = make_policy('memspec', specs('ab'), Fixed({'a': 0.50, 'b': 0.51}))
+    policy.begin(CONTEXT)
+    assert policy.plan(CONTEXT).desired == 'b'
+    plan = policy.plan(RankingContext([], '', active='a'))
+    assert plan.desired == 'a' and [draft for draft, _ in plan.ranked] == ['b', 'a']
+    for _ in range(3):
+        policy.judged('a', 4, 10)
+        policy.judged('b', 8, 10)
+    assert policy.plan(RankingContext([], '', active='a')).desired == 'b'
+
+
+def test_what_was_judged_is_forgotten_with_the_request_and_fades_before():
+    policy = make_policy('memspec', specs('ab'), Fixed({'a': 0.5, 'b': 0.4}))
+    policy.begin(CONTEXT)
+    policy.judged('a', 0, 40)
+    assert policy.plan(RankingContext([], '', position=10)).desired == 'b'
+    policy.plan(RankingContext([], '', position=2000))
+    assert policy.plan(RankingContext([], '', position=2000)).desired == 'a'
+    policy.judged('a', 0, 40)
+    policy.begin(CONTEXT)
+    assert policy.plan(CONTEXT).desired == 'a'
+
+
+def test_a_draft_that_raises_when_it_judges_is_taken_out():
+    bench = Bench({'a': judging(trouble={'judge': 1}), 'b': judging()}, 2, 2, 2,
+                  script={'a': [(0.0, 'ok')], 'b': [(0.0, 'ok')]})
+    bench.controller.policy = make_policy('memspec', specs('ab'), Fixed({'a': 0.9, 'b': 0.3}))
+    _, _, last, chunks = bench.run(max_new_tokens=40)
+    assert last.finish is Finish.LENGTH and chunks[-2].step.draft == 'b'
+    assert not bench.residency.is_ready('a')

@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
+import os
 from pathlib import Path
 import shutil
+import time
 
 import pytest
 import yaml
@@ -44,6 +48,22 @@ def replace(file: Path, text: str) -> None:
     file.write_text(text)
 
 
+NORM = 'model.layers.1.input_layernorm.weight'
+
+
+def spoil(tensor):
+    tensor[3] = math.nan
+    return tensor
+
+
+def rewrite(file: Path, name: str, change) -> None:
+    """Change one tensor of a weight file, or take it away."""
+    from safetensors.torch import load_file, save_file
+    tensors = load_file(file)
+    tensor = tensors.pop(name)
+    save_file({**tensors, **({name: change(tensor)} if change else {})}, file)
+
+
 # What is done to a good bundle, and what the reason must name.
 FAULTS = {
     'no directory': (shutil.rmtree, ['no such file']),
@@ -70,6 +90,10 @@ FAULTS = {
     'target is a web page': (
         lambda d: replace(d / 'target' / 'model.safetensors', '<!DOCTYPE html>' * 100),
         ['model.safetensors']),
+    'target holds NaN': (lambda d: rewrite(d / 'target' / 'model.safetensors', NORM, spoil),
+                         [NORM, 'no numbers']),
+    'target lacks a tensor': (lambda d: rewrite(d / 'target' / 'model.safetensors', NORM, None),
+                              [NORM, 'missing']),
     'target not the one': (
         lambda d: manifest(d, lambda m: m['target'].update(
             sha256={'model.safetensors': '0' * 64})), ['model.safetensors', 'sha256']),
@@ -161,7 +185,7 @@ def test_fault_that_nobody_thought_of(unconfigured, broken, ros_bundle):
 @pytest.mark.parametrize('values, words', [
     ({'device': 'tpu'}, ['tpu', 'expected']),
     ({'device': 'cuda:77'}, ['cuda:77']),
-    ({'memory.budget_mib': 1}, ['needs', 'memory.budget_mib']),
+    ({'memory.budget_mib': 1}, ['needs', 'memory.budget_mib', 'is the least that works']),
     ({'memory.min_free_mib': 1 << 20}, ['needs', 'MiB', 'available']),
 ])
 def test_settings_that_cannot_be(unconfigured, values, words):
@@ -191,3 +215,69 @@ def test_draft_that_breaks_later_is_gone_without(unconfigured, broken):
             lambda: [status for array in arrays for status in array.status
                      if status.name == f'{node.fqn}: Residency'], 'diagnostics')[-1]
         assert status.level == DiagnosticStatus.WARN and 'failed' in status.message
+
+
+def residency_status(node, arrays, words: str):
+    """Wait for a Residency status that has ``words``."""
+    return node.peer.wait(lambda: [
+        status for array in arrays for status in array.status
+        if status.name == f'{node.fqn}: Residency' and words in status.message],
+        f'{words!r} in diagnostics')[-1]
+
+
+def test_storage_is_removed(unconfigured, broken):
+    """And comes back: its drafts fail with that reason meanwhile, answers are what they were."""
+    node, elsewhere = unconfigured, broken.parent / 'elsewhere'
+    assert node.set(bundle=str(broken))[0].successful
+    node.bring_to('active')
+    already = len(node.log)
+    broken.rename(elsewhere)
+    with node.peer.listen(DiagnosticArray, '/diagnostics') as arrays:
+        without = node.generate(max_new_tokens=80)
+        assert without.status.code == Status.LENGTH
+        status = residency_status(node, arrays, 'No such file or directory')
+        assert status.level == DiagnosticStatus.WARN
+        assert 'cannot be used' in node.log[already:] and 'No such file' in node.log[already:]
+        elsewhere.rename(broken)
+
+        def drafted():
+            answer = node.generate(max_new_tokens=80)
+            assert answer.token_ids == without.token_ids
+            return {count.draft for count in answer.stats.drafts} - {'lookup'}
+        node.peer.wait(drafted, 'a draft after the storage is back')
+
+
+@pytest.mark.slow
+def test_storage_stalls_for_ten_seconds(unconfigured, broken, ros_bundle):
+    """Files that nobody answers for: opening a pipe waits in the kernel, as a dead disk would."""
+    node = unconfigured
+    assert node.set(bundle=str(broken))[0].successful
+    node.bring_to('active')
+    already, files = len(node.log), [broken / f'{draft}.safetensors'
+                                     for draft in ('general', 'code', 'math')]
+    for file in files:
+        file.unlink()
+        os.mkfifo(file)
+    start = time.monotonic()
+    with node.peer.listen(DiagnosticArray, '/diagnostics') as arrays:
+        without = node.generate(max_new_tokens=80)
+        assert residency_status(node, arrays, 'the storage has sent nothing for 5 s')
+        node.peer.wait(lambda: time.monotonic() > start + 10.0, 'ten seconds')
+        again = node.generate(max_new_tokens=80)
+        assert without.status.code == again.status.code == Status.LENGTH
+        assert again.token_ids == without.token_ids
+        assert 'cannot be used: the storage has sent nothing' in node.log[already:]
+        for file in files:
+            writer = None
+            with contextlib.suppress(OSError):  # nobody waits for this one
+                writer = os.open(file, os.O_WRONLY | os.O_NONBLOCK)
+            file.unlink()
+            shutil.copy(ros_bundle / file.name, file)
+            if writer is not None:
+                os.close(writer)
+
+        def drafted():
+            answer = node.generate(max_new_tokens=80)
+            assert answer.token_ids == without.token_ids
+            return {count.draft for count in answer.stats.drafts} - {'lookup'}
+        node.peer.wait(drafted, 'a draft after the storage answers', 90.0)

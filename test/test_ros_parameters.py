@@ -25,6 +25,7 @@ from memspec_ros.msg import (  # noqa: E402
     GenerateRequest,
     ModelInfo,
     Residency,
+    SamplingParams,
 )
 from memspec_ros.parameters import BY_NAME, CONFIGURE, PARAMETERS, START  # noqa: E402
 from memspec_ros.srv import Generate  # noqa: E402
@@ -59,7 +60,9 @@ def illegal(spec) -> list:
         return [*wrong, 3, True] + (['no such choice', ''] if spec.choices else [])
     wrong += ['5', True]
     if isinstance(spec.default, int):
-        return [*wrong, 1.5, int(spec.low) - 1, int(spec.high) + 1]
+        # A message has no room for what is beyond the largest of its integers.
+        beyond = [int(spec.high) + 1] if spec.high < 2 ** 63 - 1 else []
+        return [*wrong, 1.5, int(spec.low) - 1, *beyond]
     return [*wrong, spec.low - 0.5, spec.high * 1.01, float('nan'), float('inf')]
 
 
@@ -289,6 +292,27 @@ def test_a_gptq_target_and_its_weights(unconfigured, tmp_path):
         answers.append(node.generate(max_new_tokens=30).token_ids)
         node.bring_to('unconfigured')
     assert len(answers[0]) == 30 and answers[0] == answers[1]
+
+
+def test_old_keys_and_values_may_be_rounded_and_evicted(unconfigured):
+    """An answer outlasts the context, with drafts as without; nothing calls it exact."""
+    node, answers = unconfigured, []
+    kv = {'kv__int8_after': 16, 'kv__window': -1, 'context__max_tokens': 160}
+    for gamma in (4, 0):
+        assert all(r.successful for r in node.set(draft__max_tokens=gamma, **kv))
+        with node.peer.listen(ModelInfo, f'{node.fqn}/model_info', LATCHED) as messages:
+            node.bring_to('active')
+            info = node.peer.wait(lambda: messages and messages[-1], 'the latched message')
+        assert info.dtype.endswith('int8 after 16, 4 sinks and a window of the context '
+                                   '(not exact)')
+        answers.append(node.generate(max_new_tokens=300, sampling=[SamplingParams(
+            top_p=1.0, repetition_penalty=1.0, ignore_eos=True)]))
+        node.bring_to('unconfigured')
+    assert len(answers[0].token_ids) == 300 and answers[0].stats.accepted_tokens > 0
+    assert answers[0].token_ids == answers[1].token_ids
+    assert node.set(kv__window=500)[0].successful
+    assert not node.change('configure')
+    assert 'kv.window is 500 and kv.sinks 4' in node.log
 
 
 # --- at start ---

@@ -16,12 +16,14 @@ from rclpy.qos import DurabilityPolicy, ReliabilityPolicy  # noqa: E402
 from ros_peer import DEEP, LATCHED, LONG, Status, whole  # noqa: E402
 
 from memspec_ros import diagnostics  # noqa: E402
+from memspec_ros.memory.pressure import PressureReading  # noqa: E402
 from memspec_ros.msg import (  # noqa: E402
     DraftResidency,
     ModelInfo,
     Residency,
     TokenChunk,
 )
+from memspec_ros.runtime.memory_guard import Level, Limits, Thresholds  # noqa: E402
 
 pytest_plugins = ['ros_fixtures']
 
@@ -309,8 +311,14 @@ def test_diagnostics_warn_of_little_memory(unconfigured):
     ({'hit_rate': 0.4, 'hit_rate_warn': 0.5}, 'Residency', DiagnosticStatus.WARN, '40%'),
     ({'hit_rate': 0.6, 'hit_rate_warn': 0.5}, 'Residency', DiagnosticStatus.OK, ''),
     ({'hit_rate': 0.0}, 'Residency', DiagnosticStatus.OK, ''),
-    ({'available_bytes': 1 << 27, 'min_free_bytes': 1 << 28}, 'Memory', DiagnosticStatus.WARN,
-     '128 MiB available'),
+    ({'memory': PressureReading(1 << 27), 'memory_thresholds': Thresholds(1 << 28)}, 'Memory',
+     DiagnosticStatus.WARN, '128 MiB available'),
+    ({'memory_level': Level.DRAFTS, 'given_up': ['drafts beyond 1'], 'memory_reason': 'so',
+      'limits': Limits(False, 1)}, 'Memory', DiagnosticStatus.WARN,
+     'so; given up: drafts beyond 1'),
+    ({'memory_level': Level.REQUESTS, 'given_up': ['new requests'], 'memory_reason': 'so',
+      'limits': Limits(False, 1, 1, False)}, 'Memory', DiagnosticStatus.ERROR,
+     'so; given up: new requests'),
 ])
 def test_levels(changes, name, level, words):
     from builtin_interfaces.msg import Time

@@ -91,10 +91,10 @@ def test_no_token_passes_a_layer_twice(target, options, monkeypatch):
     engine, drafter = drafting(target, options)
     runs, run_layers = [], target.model.run_layers
 
-    def counted(x, first, last, keys, values, start, *rest):
+    def counted(x, first, last, cache, start, *rest):
         runs.extend((layer, start + row) for layer in range(first, last)
                     for row in range(x.shape[1]))
-        return run_layers(x, first, last, keys, values, start, *rest)
+        return run_layers(x, first, last, cache, start, *rest)
     list(engine.prefill(list(PROMPTS[1])))
     monkeypatch.setattr(target.model, 'run_layers', counted)
     corrected = 0

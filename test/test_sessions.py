@@ -12,6 +12,7 @@ import torch
 from memspec_ros.decoding.engine import CATCH_UP_ROWS
 from memspec_ros.models.state import ParkedState
 from memspec_ros.runtime.controller import Settings
+from memspec_ros.runtime.memory_guard import Limits
 from memspec_ros.runtime.requests import Finish, PreparedRequest
 from memspec_ros.runtime.runtime import Runtime, RuntimeOptions
 from memspec_ros.runtime.sessions import SessionStore
@@ -70,6 +71,35 @@ def test_a_turn_begins_where_the_last_one_ended(controller, greedy):
     assert len(controller.sessions) == 1 and controller.sessions.evictions == 0
 
 
+def test_the_first_token_of_a_turn_takes_one_pass_over_what_is_new(controller, monkeypatch,
+                                                                   greedy):
+    """Neither a draft's proposal nor a pass of its own stands before it."""
+    texts = [*FIRST['a'], *ask(controller, FIRST['a'], 'a')[0], 40, 9, 17]
+    passes = []
+    forward = controller.engine.target.forward
+
+    def watch(state, tokens, *args, **kwargs):
+        passes.append(len(tokens))
+        return forward(state, tokens, *args, **kwargs)
+    monkeypatch.setattr(controller.engine.target, 'forward', watch)
+    request = PreparedRequest(texts, '', NEW, ignore_eos=True, session='a')
+    output, rows = [], []
+    for chunk in controller.generate(request):
+        rows.append(len(passes))
+        output += chunk.token_ids
+    # The last token of the answer before, and what was said since.
+    assert passes[0] == 4 and rows[0] == 1 and chunk.stats.drafted > 0
+    assert output == greedy(texts, NEW)
+    engine, drafter = controller.engine, controller.residency.drafters()[0]
+    *_, held = engine.prefill([*texts, *output, 5, 6], opening=True)
+    assert engine.opening and held == engine.state.held
+    # Whoever is asked then must not declare rows held that have not run.
+    assert engine.ask(drafter, 3) == [] and engine.state.held == held and engine.opening
+    long = [*texts, *output, *range(20, 150)]
+    assert ask(controller, long, 'a')[0] == greedy(long, NEW)
+    assert ask(controller, long)[0] == greedy(long, NEW)
+
+
 def test_a_target_through_transformers_keeps_conversations_too(full_bundle, model_dirs,
                                                                bundle_maker, greedy):
     import shutil
@@ -115,6 +145,15 @@ def test_pressure_forgets_conversations_and_answers_stay_right(controller, greed
     prompt = [*texts['b'], 7, 8]
     output, stats = ask(controller, prompt, 'b')
     assert output == greedy(prompt, NEW) and stats.cached_tokens == len(texts['b']) - 1
+
+
+def test_nothing_is_kept_while_memory_is_short(controller, greedy):
+    controller.limits = Limits(sessions=False)
+    try:
+        assert all(stats.cached_tokens <= 1 for *_, stats in talk(controller, 2, greedy))
+        assert len(controller.sessions) == 0
+    finally:
+        controller.limits = Limits()
 
 
 @pytest.mark.parametrize('lost', [False, True])

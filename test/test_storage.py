@@ -216,6 +216,18 @@ def test_a_slot_is_used_again_when_its_last_tensor_is_gone(tmp_path):
     assert read('huge').numel() == 4 * CHUNK_BYTES + 1234 and pool.allocated == 3
 
 
+def test_free_slots_are_given_back_when_memory_is_short(tmp_path):
+    pool = SlotPool(32 * CHUNK_BYTES)
+    store = PacedStore(FileStore({'x': (write(tmp_path / 'x', 31), None)}, pool))
+    store.read('x', quiet, never)
+    before = resident_bytes()
+    assert pool.free == 1
+    store.give_back()
+    assert pool.free == 0 and before - resident_bytes() > 25 * CHUNK_BYTES
+    assert store.read('x', quiet, never)['x'].numel() == 31 * CHUNK_BYTES + 1234
+    FileStore({}).give_back()  # nothing is kept
+
+
 def test_a_smaller_file_holds_no_more_memory_than_it_needs(tmp_path):
     pool = SlotPool(32 * CHUNK_BYTES)
     store = FileStore({name: (write(tmp_path / name, chunks), None)

@@ -8,10 +8,12 @@ import pytest
 
 from memspec_ros.training.trace_figures import (
     chain_accepted,
+    choose_share,
     choose_tree,
     format_tables,
     iterations,
     measure,
+    merged_accepted,
     tree_accepted,
 )
 from memspec_ros.training.trace_store import Trace, TraceHeader
@@ -134,6 +136,32 @@ def test_without_another_half_there_is_no_figure_of_a_tree():
     assert figures['tree_tokens_per_iteration'] == {'law': {'a': None}}
     assert figures['tokens_per_iteration'] == {'law': {'a': 4.0}}
     assert ' - ' in format_tables(figures) or ' -\n' in format_tables(figures) + '\n'
+
+
+def test_a_tree_may_be_shared_with_a_draft_that_copies():
+    """Where one of two is right they are both heard, whichever it is, in no more rows."""
+    draft, copier = windows([1] * 10 + [0] * 10, 4), windows([0] * 10 + [1] * 10, 4)
+    pair = [trace('10', 'law', draft, copier), trace('11', 'law', draft, copier)]
+    figures = measure(header('a', 'lookup'), pair, {'lookup'})
+    # Alone each is right in one half: 10 tokens by five at a time, 10 one by one.
+    assert figures['tree_tokens_per_iteration']['law']['a'] == 20 / 12
+    assert figures['merged_tree_tokens_per_iteration'] == {'law': {'a': 5.0}}
+    assert figures['copied_tokens'] == {'a': {'even': 4, 'odd': 4}}
+    assert 'what the text before says' in format_tables(figures)
+    alone = measure(header('a', 'lookup'), pair)
+    assert alone['merged_tree_tokens_per_iteration'] == alone['copied_tokens'] == {}
+    assert 'what the text before says' not in format_tables(alone)
+    del figures['merged_tree_tokens_per_iteration'], figures['copied_tokens']
+    assert figures.items() <= alone.items()
+
+
+def test_a_copied_token_takes_the_row_of_a_drafted_one():
+    draft, nothing = windows([1] * 10, 8), windows([0] * 10, 8)
+    tree = choose_tree([draft])
+    for tokens, left in ((0, 8), (3, 5), (8, 0)):
+        assert merged_accepted(draft, nothing, tree, tokens)[0] == left
+        assert merged_accepted(nothing, draft, tree, tokens)[0] == tokens
+    assert choose_share([(draft, nothing)], tree) == 0
 
 
 def test_no_traces_and_no_drafts_are_no_error():

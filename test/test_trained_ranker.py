@@ -17,13 +17,13 @@ from memspec_ros.cli import main
 from memspec_ros.decoding.stats import StepRecord
 from memspec_ros.memory.footprint import Demand, FootprintModel
 from memspec_ros.models import encoder as encoder_module
-from memspec_ros.models.bundle import DraftSpec, load_bundle
+from memspec_ros.models.bundle import DraftSpec, load_bundle, RankerSpec
 from memspec_ros.models.encoder import encoder_directory, locate_encoder, WEIGHTS_SHA256
 from memspec_ros.models.errors import BundleError, MemSpecError
 from memspec_ros.models.ranking_head import RankingHead, read_head, save_head
 from memspec_ros.models.target_files import locate_target
 from memspec_ros.runtime.policies import MemSpecPolicy
-from memspec_ros.runtime.ranking import Acceptance, blend, RankingContext
+from memspec_ros.runtime.ranking import Acceptance, blend, make_ranker, RankingContext
 from memspec_ros.runtime.requests import GenerationRequest
 from memspec_ros.runtime.runtime import Runtime, RuntimeOptions
 from memspec_ros.runtime.trained_ranking import acceptance_of, TrainedRanker
@@ -102,6 +102,34 @@ def test_drafts_that_the_head_does_not_know_keep_the_manifests_figures():
     scores = dict(ranker.rank(context()))
     assert scores['lookup'] == pytest.approx(0.3) and scores['new'] == pytest.approx(0.3)
     assert list(scores) == ['far', 'lookup', 'new', 'near']
+
+
+class Words:
+    """A prior that is sure of one draft."""
+
+    def __init__(self):
+        self.prompts = []
+
+    def begin(self, context):
+        self.prompts.append(context.prompt_text)
+
+    def expected(self, context):
+        return [('near', 0.2), ('far', 0.6), ('lookup', 0.1)]
+
+
+def test_the_prior_counts_until_there_is_a_hidden_state():
+    drafts = [spec('near'), spec('far'), spec('lookup', code=0.9)]
+    words = Words()
+    ranker = TrainedRanker(head_of(bias=[2.5, 1.2]), drafts, prior=words)
+    ranker.begin(context())
+    assert words.prompts == ['text']
+    assert ranker.expected(context()) == words.expected(None)
+    assert [draft for draft, _ in ranker.rank(context())] == ['far', 'near', 'lookup']
+    scores = dict(ranker.expected(context(torch.ones(WIDTH))))
+    blind = TrainedRanker(head_of(bias=[2.5, 1.2]), drafts)
+    blind.begin(context())
+    alone = dict(blind.expected(context(torch.ones(WIDTH))))
+    assert scores == {**alone, 'lookup': 0.1}  # which the head does not know
 
 
 def test_what_was_accepted_is_blended_in_as_by_the_other_ranker():
@@ -197,6 +225,33 @@ def test_a_node_uses_the_head_of_its_bundle(bundle, full_bundle, generic):
     assert {chunk.step.desired for chunk in chunks if chunk.step} == {'near'}
 
 
+def test_words_of_the_manifest_say_what_is_loaded_first(bundle):
+    prior = {'kind': 'domain_words', 'words': {'robot': ['robot']}, 'default_domain': 'general'}
+    path = bundle(head_of(bias=[1.1, 4.5]), prior=prior)
+    ranker = open_runtime(path).controller.policy._ranker
+    ranker.begin(RankingContext([1], 'the robot'))
+    words = make_ranker(RankerSpec('domain_words', {
+        key: value for key, value in prior.items() if key != 'kind'}), load_bundle(path).drafts)
+    words.begin(RankingContext([1], 'the robot'))
+    assert ranker.rank(context()) == words.rank(context())
+
+
+def test_the_words_of_a_bundle_become_the_prior_of_its_ranker(bundle, tmp_path):
+    from memspec_ros.training.bundle_writer import write_bundle, write_ranker
+    path = bundle(head_of())
+    manifest = json.loads((path / 'bundle.yaml').read_text())
+    manifest['ranker'] = {'kind': 'domain_words', 'words': {'code': ['def']}}
+    (path / 'bundle.yaml').write_text(json.dumps(manifest))
+    for _ in range(2):  # trained again, it keeps them
+        write_ranker(path, path / 'ranker.safetensors', 'hidden')
+        spec = load_bundle(path).ranker
+        assert spec.kind == 'hidden'
+        assert spec.prior == RankerSpec('domain_words', {'words': {'code': ['def']}})
+    shutil.copy(path / 'head.safetensors', tmp_path)
+    write_bundle(tmp_path, load_bundle(path), tmp_path / 'head.safetensors', [])
+    assert load_bundle(tmp_path).ranker == spec.prior
+
+
 def test_it_opens_without_speculation(bundle):
     assert len(answer(bundle(head_of()), max_gamma=0)[0]) == 24
 
@@ -205,7 +260,11 @@ def test_it_opens_without_speculation(bundle):
     ({'path': 'none.safetensors'}, 'ranker: .*none.safetensors does not exist'),
     ({'sha256': 'a' * 64}, 'ranker: .* does not have the sha256 of the manifest'),
     ({'kind': 'bert'}, "of kind 'hidden', the manifest says 'bert'"),
-    ({'weight': 3}, "ranker: unknown key 'weight'")])
+    ({'weight': 3}, "ranker: unknown key 'weight'"),
+    ({'prior': {'kind': 'bert'}}, "ranker.prior: kind 'bert' is a trained one"),
+    ({'prior': 3}, 'ranker: prior must be dict'),
+    ({'prior': {'kind': 'tea'}}, "kind 'tea' is not known"),
+    ({'prior': {'kind': 'domain_words', 'wrods': {}}}, "unknown key 'wrods'")])
 def test_a_wrong_entry_is_named(bundle, changes, message):
     with pytest.raises(BundleError, match=message):
         open_runtime(bundle(head_of(), **changes))

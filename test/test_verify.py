@@ -48,7 +48,11 @@ def far_bundle(bundle_maker, model_dirs):
 
 @pytest.mark.parametrize('verification', ['coupled', 'rejection'])
 def test_a_bundle_passes(verify, verification):
-    status, result, out = verify('--tokens', '900', '--verification', verification)
+    status, result, out = verify('--tokens', '900', '--merge', '--verification', verification)
+    # Beforehand: what is going to be done, and for how long.
+    plan = next(line for line in out.splitlines() if line.startswith('to do: '))
+    assert '3 prompts with 75 continuations' in plan and plan.endswith(' min.')
+    assert out.index(plan) < out.index('exact') < out.index('greedy: 1 of 3')
     assert status == 0 and result['pass'] is True
     assert result['greedy']['equal'] == result['greedy']['total'] == 3
     assert 0.001 < result['chi_square']['p'] <= 1 and result['chi_square']['tokens'] == 900
@@ -120,6 +124,7 @@ def test_near_ties_are_allowed_in_half_precision_and_counted(verify, monkeypatch
 
 
 def test_the_gap_is_what_transformers_prefers_its_token_by(full_bundle, reference):
+    """Pitfall 14: in half precision answers may part at a near-tie only, and are counted."""
     from memspec_ros.runtime.runtime import Runtime, RuntimeOptions
     runtime = Runtime.open(full_bundle, RuntimeOptions(dtype='float32', context=64, threads=1))
     try:

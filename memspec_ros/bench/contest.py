@@ -153,7 +153,8 @@ class Contest:
                                     self.memory)
         self._policy = OneDraft()
         # No copying: every draft is to show what it is worth by itself.
-        settings = Settings(len(entrants), options.settings.scheduling_interval, copy=False)
+        settings = Settings(len(entrants), options.settings.scheduling_interval, copy=False,
+                            merge=False, min_confidence=options.settings.min_confidence)
         controller = Controller(self.engine, tokenizer, self._residency, self._policy,
                                 DraftLength(options.max_gamma, options.adaptive), settings,
                                 stop_ids_of(directory, tokenizer))

@@ -2,7 +2,7 @@
 """
 How many tokens to draft: acceptance and speed-up over gamma, and why some pairs lose.
 
-Every draft of every configuration (a bundle at a precision) decodes alone with
+Every draft of every configuration (a target at a precision) decodes alone with
 each fixed draft length from 1 on, and plain decoding beside them, in turn.
 Beside that stand what decides it: c, a drafted token, and v(n), a verify of n
 rows, both in one-row steps of the target. Speculation pays where verification
@@ -21,27 +21,14 @@ import statistics
 import torch
 
 from ..models.errors import InvalidRequestError
-from ..runtime.runtime import DTYPES, RuntimeOptions
-from .contest import bundle_names, Contest, enter, open_bundles, PLAIN
+from ..runtime.runtime import RuntimeOptions
+from .contest import Contest, PLAIN
+from .gamma_configuration import Configuration, group
 from .race import Answer, choose_prompts, conditions, race, Tally
 
 _STEP_ROUNDS = 24
 # A further row that costs more of a step than this: its rows are not verified side by side.
 SERIAL_ROW_COST = 0.5
-
-
-@dataclass(frozen=True)
-class Configuration:
-    """A bundle ('' for the default one) and the type its models run in ('auto', …)."""
-
-    bundle: str
-    dtype: str
-
-    @classmethod
-    def parse(cls, text: str, dtype: str) -> Configuration:
-        """From ``DIR`` or ``DIR:DTYPE``."""
-        bundle, colon, own = text.rpartition(':')
-        return cls(bundle, own) if colon and own in DTYPES else cls(text, dtype)
 
 
 def measure(prompts: Path, configurations: Sequence[Configuration], options: RuntimeOptions,
@@ -51,35 +38,24 @@ def measure(prompts: Path, configurations: Sequence[Configuration], options: Run
     Sweep gamma from 1 to ``options.max_gamma`` in all ``configurations``, one after another.
 
     per_domain: prompts of each domain, 0 for all. wanted: ids of the drafts to
-    sweep, empty for all. Returns ``configurations`` (one a draft of each, see
-    docs/benchmarks.md). Raises MemSpecError.
+    sweep in configurations that name none, empty for all. Returns
+    ``configurations`` (one a draft of each, see docs/benchmarks.md). Raises MemSpecError.
     """
     texts = choose_prompts(prompts, per_domain)
-    bundles = [open_bundles([configuration.bundle])[0] for configuration in configurations]
-    known = {spec.id for bundle in bundles for spec in bundle.drafts}
-    if missing := sorted(set(wanted) - known):
-        raise InvalidRequestError(f'--draft {missing[0]}: there are '
-                                  f'{", ".join(sorted(known)) or "no drafts"}')
-    # A bundle at two types keeps its name.
-    places = list({bundle.directory.resolve(): bundle for bundle in bundles}.items())
-    names = dict(zip((place for place, _ in places), bundle_names([b for _, b in places])))
+    groups = group(configurations, wanted)
+    if not groups:
+        raise InvalidRequestError('there is no draft in ' + ', '.join(
+            configuration.bundle or 'the default bundle' for configuration in configurations))
     sweeps = []
-    for configuration, bundle in zip(configurations, bundles):
-        name = names[bundle.directory.resolve()]
-        entrants = [e for e in enter([bundle]) if not wanted or e.id in wanted]
-        if not entrants:
-            continue
-        contest = Contest([bundle], entrants, replace(
-            options, dtype=configuration.dtype, adaptive=False, max_branches=0))
+    for one in groups:
+        contest = Contest([one.bundle], one.entrants, replace(
+            options, dtype=one.dtype, weights=one.weights, adaptive=False, max_branches=0))
         try:
-            report(f'{name}: {", ".join(e.id for e in entrants)}')
-            sweeps += _sweep(contest, name, texts, max_new_tokens, report)
+            report(f'{one.name}: {", ".join(e.id for e in one.entrants)}')
+            sweeps += _sweep(contest, one.name, texts, max_new_tokens, report)
             conditions_of_last = conditions(contest.target, prompts)
         finally:
             contest.close()
-    if not sweeps:
-        raise InvalidRequestError('there is no draft in '
-                                  + ', '.join(str(bundle.directory) for bundle in bundles))
     # Each configuration has a type of its own.
     del conditions_of_last['dtype']
     return {'configurations': sweeps, 'prompts': len(texts), 'max_new_tokens': max_new_tokens,
@@ -110,6 +86,7 @@ def _sweep(contest: Contest, name: str, texts: list[tuple[str, str]], limit: int
         sweeps.append({
             'name': f'{name}/{entrant.id}', 'kind': entrant.spec.kind,
             'dtype': str(contest.target.dtype).removeprefix('torch.'),
+            'weights': '+'.join(contest.target.weight_kinds),
             'target': contest.runtime.bundle.target.name, 'target_step_ms': 1e3 * verify[0],
             'plain_tps': plain, 'draft_cost': cost.draft, 'verify_cost': cost.verify,
             'row_cost': cost.row, 'batch_parallel': cost.row < SERIAL_ROW_COST, **batched,

@@ -34,7 +34,8 @@ def format_table(result: dict) -> str:
 
 
 def _label(sweep: dict) -> str:
-    return f'{sweep["name"]}, {sweep["dtype"]}'
+    weights = '' if sweep['weights'] == sweep['dtype'] else f', {sweep["weights"]}'
+    return f'{sweep["name"]}, {sweep["dtype"]}{weights}'
 
 
 def _short(acceptance: float | None) -> str:

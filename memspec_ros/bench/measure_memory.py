@@ -17,6 +17,7 @@ import sys
 from ..memory.allocator import MIB
 from ..memory.footprint import Demand, FootprintModel
 from ..models.errors import MemSpecError
+from ..models.kv_options import KVOptions
 
 # Output tokens; the rest of the context is prompt.
 _NEW_TOKENS = 48
@@ -92,8 +93,8 @@ def weigh(subject: Subject) -> dict:
     runtime = Runtime.open(subject.bundle or None, RuntimeOptions(
         device=subject.device, dtype=subject.dtype, weights=subject.weights,
         context=demand.context, max_gamma=demand.gamma, max_branches=demand.branches,
-        adaptive=False, threads=subject.threads, layers_mib=subject.layers_mib,
-        settings=Settings(demand.capacity, self_speculation=True)))
+        adaptive=False, threads=subject.threads, layers_mib=subject.layers_mib, kv=demand.kv,
+        settings=Settings(demand.capacity, self_speculation=demand.kv.exact)))
     try:
         controller = runtime.controller
         _load_largest(controller.residency, model, demand)
@@ -132,7 +133,8 @@ def main() -> int:
     """Read a Subject from standard input, write the figures to standard output."""
     given = json.load(sys.stdin)
     try:
-        print(json.dumps(weigh(Subject(**{**given, 'demand': Demand(**given['demand'])}))))
+        demand = {**given['demand'], 'kv': KVOptions(**given['demand']['kv'])}
+        print(json.dumps(weigh(Subject(**{**given, 'demand': Demand(**demand)}))))
         return 0
     except (MemSpecError, OSError) as error:
         print(' '.join(str(error).split()), file=sys.stderr)

@@ -17,13 +17,13 @@ import time
 import torch
 
 from ..models.errors import InvalidRequestError, MemSpecError
+from ..models.kernel_choice import processor
 from ..models.state import DecodeState
 from ..runtime.ranking import RankingContext
 from ..runtime.requests import Finish, GenerationRequest
 from ..runtime.residency import SlotState
 from ..runtime.runtime import file_store, Runtime, RuntimeOptions
 from .profile import CostProfile
-from .race import processor
 
 ROUNDS = 24
 # Positions that measuring takes.

@@ -68,7 +68,7 @@ def compare(controller: Controller, drafts: Sequence[DraftSpec],
     if not requests or runs < 1:
         raise InvalidRequestError(f'{len(requests)} prompts, {runs} runs: there is nothing to run')
     draft, others = _choose(drafts)
-    controller.settings = Settings(2, 1, copy=False)
+    controller.settings = Settings(2, 1, copy=False, merge=False)
     controller.residency.set_capacity(2)
     controller.reset()
     _make_ready(controller.residency, draft)
@@ -178,7 +178,7 @@ def _rates(runtime: Runtime, drafts: Sequence[DraftSpec], request: PreparedReque
            ratio: float) -> dict[str, float]:
     """Bytes per second at which a load takes so many iterations of the draft that decodes."""
     controller, (draft, others) = runtime.controller, _choose(drafts)
-    controller.settings = Settings(2, 1, copy=False)
+    controller.settings = Settings(2, 1, copy=False, merge=False)
     _make_ready(controller.residency, draft)
     for _ in range(2):  # the first answer sets the kernels up
         policy = BesideLoads(draft, others, controller.residency, loading=False)

@@ -20,6 +20,7 @@ import torch
 
 from ..decoding.stats import GenerationStats
 from ..models.errors import InvalidRequestError, MemSpecError
+from ..models.kernel_choice import processor
 from ..models.target import Target
 from ..runtime.requests import Finish, GenerationRequest
 from ..runtime.runtime import Runtime
@@ -115,13 +116,3 @@ def conditions(target: Target, prompts: Path | None = None) -> dict:
     if prompts is not None:
         known['prompts_sha256'] = hashlib.sha256(prompts.read_bytes()).hexdigest()
     return known
-
-
-def processor() -> str:
-    """Model name of the CPU, '' where the system does not say."""
-    try:
-        lines = Path('/proc/cpuinfo').read_text().splitlines()
-    except OSError:
-        return ''
-    names = [line.partition(':')[2].strip() for line in lines if line.startswith('model name')]
-    return names[0] if names else ''

@@ -20,7 +20,8 @@ from ..models.drafts import Drafter, DraftKind, KINDS
 from ..models.drafts.causal_lm import CausalLMDrafter
 from ..models.drafts.feature import FeatureDrafter
 from ..models.drafts.prompt_lookup import PromptLookupDrafter
-from ..models.drafts.shared_layers import SharedLayersDrafter
+from ..models.drafts.shared_layers import JUDGED_ROWS, SharedLayersDrafter
+from ..models.kv_cache import RollbackCache
 from ..models.state import DecodeState, Proposal
 from ..models.target import Target
 from ..runtime.loader import LoadResult
@@ -107,8 +108,10 @@ class _Choices:
         return torch.tensor(self._tokens)
 
 
-class _NoCache:
+class _NoCache(RollbackCache):
     """Keys and values that nobody needs."""
+
+    capacity = 1 << 62
 
     def set_length(self, length: int, group: int | None = None) -> None:
         pass
@@ -191,7 +194,9 @@ class ReplayEngine(Engine):
         self._profile = profile
         self._loader = loader
 
-    def prefill(self, prompt: list[int], chunk: int = PREFILL_CHUNK) -> Iterator[int]:
+    def prefill(self, prompt: list[int], chunk: int = PREFILL_CHUNK,
+                opening: bool = False) -> Iterator[int]:
+        # By the row: the same time whether or not the first token comes with the last rows.
         kept = self.state.restart(prompt)
         yield kept
         self.clock.advance((len(prompt) - 1 - kept) * self._profile.prefill_row_ms)
@@ -225,10 +230,33 @@ class TraceDrafter(Drafter):
         self._tape, self._draft = tape, draft
         self._step_ms, self._row_ms = profile.draft_step(spec), profile.catch_up_row(spec)
         self._clock = clock
-        self._drafted = 0
+        self._drafted = self._judged = 0
+        self.judges = not self._keeps_drafted
+        self._has_drafted = False
 
     def lag(self, state: DecodeState) -> int:
         return max(0, state.held - self.cached)
+
+    def judge(self, state: DecodeState) -> tuple[int, int]:
+        """
+        As shared_layers drafts do: by the rank it gave to every token that it has read past.
+
+        By the bytes that are read: a draft that has not drafted runs its own layers
+        and the head, half of a draft step (the lower layers need not be run), one that
+        has drafted only the head, a sixth.
+        """
+        end = self.cached + 1 - state.prompt_length
+        start = max(self._judged, end - JUDGED_ROWS)
+        if end <= start:
+            return 0, 0
+        self._clock.advance(self._step_ms / (6 if self._has_drafted else 2))
+        self._judged, self._has_drafted = end, False
+        right = [row[0] for row in self._tape.right(self._draft)[start:end]]
+        return sum(right), len(right)
+
+    def restart(self, kept: int) -> None:
+        super().restart(kept)
+        self._judged = 0
 
     def catch_up(self, state: DecodeState, limit: int) -> None:
         count = min(limit, self.lag(state))
@@ -244,7 +272,7 @@ class TraceDrafter(Drafter):
         tokens += [_WRONG] * (gamma - len(tokens))
         self._clock.advance(gamma * self._step_ms)
         self.cached = max(self.cached, state.held)
-        self._drafted = gamma
+        self._drafted, self._has_drafted = gamma, True
         return Proposal(tokens)
 
     def update(self, state: DecodeState, accepted: int) -> None:

@@ -7,7 +7,7 @@ import argparse
 from pathlib import Path
 
 from ..models.errors import InvalidRequestError
-from . import bench_memory, bench_self, bench_speed, bench_suites
+from . import bench_kv, bench_memory, bench_self, bench_speed, bench_suites
 from .options import (
     add_engine_options,
     add_json_option,
@@ -74,6 +74,7 @@ def register(commands) -> None:
     bench_suites.register(suites)
     bench_memory.register(suites)
     bench_self.register(suites)
+    bench_kv.register(suites)
 
 
 def run_quick(arguments: argparse.Namespace) -> int:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``memspec bench`` suites about speed: the memory's limit, other programs, draft lengths."""
+"""``memspec bench`` suites about speed and what it costs: limits, peers, lengths, weights."""
 
 from __future__ import annotations
 
@@ -44,14 +44,24 @@ def register(suites) -> None:
     add_runtime_options(peers)
     add_json_option(peers)
     peers.set_defaults(run=run_peers)
+    trees = suites.add_parser(
+        'trees', help='chains, branches and merged drafts against plain decoding',
+        description='Races verifying chains, branching chains and trees that two drafts share '
+                    'against plain decoding, on one engine and in turn.')
+    add_prompt_options(trees, 2, 96)
+    add_runtime_options(trees)
+    add_json_option(trees)
+    trees.set_defaults(run=run_trees)
     gamma = suites.add_parser(
         'gamma', help='acceptance and speed-up over the draft length, and why some pairs lose',
         description='Every draft of one or several bundles decodes alone with each fixed draft '
                     'length up to --draft-tokens; beside that, what a drafted token and a verify '
                     'of n rows cost.')
     gamma.add_argument('--configurations', nargs='+', action='extend', default=[],
-                       metavar='DIR[:DTYPE]',
-                       help='bundles to sweep, at a type of their own (default: --bundle)')
+                       metavar='[DIR][:DTYPE][:WEIGHTS][@[DIR/]DRAFT]',
+                       help='target (of a bundle, "" for the default one), type and weights to '
+                            'hold it in, and the draft to sweep on it, perhaps of another bundle '
+                            '(default: --bundle with all its drafts)')
     gamma.add_argument('--draft', action='append', default=[], metavar='ID',
                        help='sweep this one (may be given several times; default: all)')
     add_prompt_options(gamma, 1, 64)
@@ -59,6 +69,33 @@ def register(suites) -> None:
     add_engine_options(gamma)
     add_json_option(gamma)
     gamma.set_defaults(draft_tokens=8, run=run_gamma)
+
+
+    weights = suites.add_parser(
+        'weights', help='how far the target is from its unquantised self, by how it is held',
+        description='Has the target read prompts with its weights held in every way, and says how '
+                    'far perplexity and most probable tokens are from those of the unquantised '
+                    'target in float32.')
+    weights.add_argument('--prompts', required=True, metavar='FILE',
+                         help='JSON lines with "prompt" and "domain"')
+    weights.add_argument('--prompts-per-domain', type=int, default=0, metavar='COUNT',
+                         help='0: all (default: %(default)s)')
+    weights.add_argument('--prompt-tokens', type=int, default=256, metavar='TOKENS',
+                         help='where longer prompts are cut off (default: %(default)s)')
+    weights.add_argument('--kinds', nargs='+', default=['auto', 'dense', 'int8', 'int4'],
+                         metavar='KIND', help='values of --weights to judge (default: all)')
+    add_engine_options(weights)
+    add_json_option(weights)
+    weights.set_defaults(run=run_weights)
+
+
+def run_weights(arguments: argparse.Namespace) -> int:
+    from ..bench.weights import format_table, measure
+    check_at_least(arguments, prompts_per_domain=0, prompt_tokens=2)
+    present(arguments, format_table, lambda report: measure(
+        arguments.bundle, runtime_options(arguments), Path(arguments.prompts),
+        arguments.prompts_per_domain, arguments.prompt_tokens, arguments.kinds, report))
+    return 0
 
 
 def run_floor(arguments: argparse.Namespace) -> int:
@@ -78,8 +115,18 @@ def run_peers(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def run_trees(arguments: argparse.Namespace) -> int:
+    from ..bench.trees import format_table, measure
+    check_at_least(arguments, prompts_per_domain=0, max_new_tokens=1)
+    present(arguments, format_table, lambda report: measure(
+        Path(arguments.prompts), runtime_options(arguments), arguments.bundle,
+        arguments.prompts_per_domain, arguments.max_new_tokens, report))
+    return 0
+
+
 def run_gamma(arguments: argparse.Namespace) -> int:
-    from ..bench.gamma import Configuration, measure
+    from ..bench.gamma import measure
+    from ..bench.gamma_configuration import Configuration
     from ..bench.gamma_figure import draw, format_table, PICTURE_NAME
     from ..bench.plotting import check_plotting
     check_at_least(arguments, prompts_per_domain=0, max_new_tokens=1, draft_tokens=1)
@@ -89,7 +136,7 @@ def run_gamma(arguments: argparse.Namespace) -> int:
         # Before minutes of measuring, not after.
         check_plotting()
         make_directory(arguments.out)
-    configurations = [Configuration.parse(text, arguments.dtype)
+    configurations = [Configuration.parse(text, arguments.dtype, arguments.weights)
                       for text in arguments.configurations or [arguments.bundle]]
     options = runtime_options(arguments)
     result = present(arguments, format_table, lambda report: measure(

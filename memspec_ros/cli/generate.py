@@ -8,6 +8,7 @@ import sys
 
 from .options import (
     add_json_option,
+    add_kv_options,
     add_runtime_options,
     add_sampling_options,
     add_storage_options,
@@ -32,6 +33,7 @@ def register(commands) -> None:
                         help='how drafted tokens are judged when sampling')
     add_runtime_options(parser)
     add_storage_options(parser)
+    add_kv_options(parser)
     add_json_option(parser)
     parser.set_defaults(run=run)
 
@@ -64,6 +66,9 @@ def run(arguments: argparse.Namespace) -> int:
             write_json(arguments.json, {
                 'text': text, 'prompt_ids': prepared.prompt_ids, 'token_ids': token_ids,
                 'finish': last.finish.value, 'message': last.message,
+                # Of the keys and values: whether this is what the target says.
+                'exact': options.kv.exact, 'kv': str(options.kv),
+                'kv_dropped': runtime.controller.engine.state.dropped,
                 'stats': last.stats.as_dict()})
         if last.message:
             print(f'memspec generate: {last.finish.value}: {last.message}', file=sys.stderr)

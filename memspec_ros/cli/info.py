@@ -36,6 +36,8 @@ def describe(path: str) -> dict:
                     'licence': spec.licence, 'provenance': spec.provenance,
                     'acceptance': dict(spec.acceptance),
                     'made': dict(draft_metadata(bundle, spec))} for spec in bundle.drafts],
+        'self_speculation': ({'kind': exits.kind, 'bytes': exits.bytes, **exits.options}
+                             if (exits := bundle.self_speculation) is not None else None),
         'ranker': bundle.ranker.kind,
     }
 
@@ -55,5 +57,9 @@ def run(arguments: argparse.Namespace) -> int:
                 else 'no memory')
         print(f'draft   {draft["id"]}: {draft["kind"]}, {draft["domain"] or "any domain"}, '
               f'{size}, {draft["licence"]}')
+    exits = data['self_speculation']
+    if exits is not None:
+        checked = f', checked after {exits["check"]}' if exits.get('check') else ''
+        print(f'exits   after {exits["depth"]} layers{checked}, {exits["bytes"] / 1e6:.1f} MB')
     print(f'ranker  {data["ranker"]}')
     return 0

@@ -13,6 +13,7 @@ from typing import Any, TYPE_CHECKING
 from ..models.errors import InvalidRequestError
 
 if TYPE_CHECKING:
+    from ..models.kv_options import KVOptions
     from ..runtime.runtime import RuntimeOptions
 
 # Fields of decoding.sampling.Sampling, which are not looked up there: a help text needs no torch.
@@ -37,13 +38,17 @@ def add_runtime_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--scheduling-interval', type=int, metavar='N',
                         help='iterations between rankings (default: %(default)s)')
     parser.add_argument('--policy', help='how drafts are scheduled')
+    parser.add_argument('--merge', action=argparse.BooleanOptionalAction,
+                        help='verify what two drafts propose in one pass where that pays '
+                             '(default: %(default)s)')
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
     """Those of them that say nothing of how drafts are scheduled."""
     # Those that do, which ``runtime_options`` wants too where a command does not offer them.
-    parser.set_defaults(cache_capacity=2, scheduling_interval=4, policy='memspec',
-                        storage_mb_per_sec=0.0, storage_latency_ms=0.0, cold_storage=False)
+    parser.set_defaults(cache_capacity=2, scheduling_interval=4, policy='memspec', merge=False,
+                        storage_mb_per_sec=0.0, storage_latency_ms=0.0, cold_storage=False,
+                        kv_int8_after=0, kv_window=0, kv_sinks=4)
     parser.add_argument('--bundle', default='', metavar='DIR',
                         help='model bundle (default: the installed one)')
     parser.add_argument('--device', default='auto', help='auto, cpu, cuda or cuda:N')
@@ -66,6 +71,30 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
                              'tokens, where they pay (default: %(default)s)')
     parser.add_argument('--fixed-draft-length', action='store_true',
                         help='always draft that many, whether it pays or not')
+    parser.add_argument('--min-confidence', type=float, default=0.0, metavar='PROBABILITY',
+                        help='a draft proposes no more once its next token has less than this '
+                             '(0, the default: off)')
+
+
+def add_kv_options(parser: argparse.ArgumentParser) -> None:
+    """How keys and values of old positions are kept."""
+    parser.add_argument('--kv-int8-after', type=int, default=0, metavar='TOKENS',
+                        help='keep keys and values in INT8 but for the last TOKENS, or more; 0: '
+                             'all as they are (default: %(default)s)')
+    parser.add_argument('--kv-window', type=int, default=0, metavar='TOKENS',
+                        help='drop old positions but for the last TOKENS, or more, and go on '
+                             'beyond the context; -1: when it is full, 0: never '
+                             '(default: %(default)s)')
+    parser.add_argument('--kv-sinks', type=int, default=4, metavar='TOKENS',
+                        help='first positions, which are neither (default: %(default)s)')
+
+
+def kv_options(arguments: argparse.Namespace) -> KVOptions:
+    """Check and collect what ``add_kv_options`` parsed; raises InvalidRequestError."""
+    from ..models.kv_options import KVOptions
+    check_between(arguments, kv_int8_after=(0, 1 << 20), kv_window=(-1, 1 << 20),
+                  kv_sinks=(0, 1 << 10))
+    return KVOptions(arguments.kv_int8_after, arguments.kv_sinks, arguments.kv_window)
 
 
 def add_storage_options(parser: argparse.ArgumentParser) -> None:
@@ -87,7 +116,7 @@ def runtime_options(arguments: argparse.Namespace) -> RuntimeOptions:
     from ..runtime.storage import StorageLimits
     check_between(arguments, threads=(0, 256), context=(16, 1 << 20), cache_capacity=(0, 64),
                   scheduling_interval=(1, 1024), draft_tokens=(0, 16), branches=(0, 16),
-                  layers_mib=(0, 1 << 24))
+                  layers_mib=(0, 1 << 24), min_confidence=(0, 1))
     if arguments.policy not in POLICY_NAMES:
         raise InvalidRequestError(
             f'--policy is {arguments.policy!r}, expected one of {", ".join(POLICY_NAMES)}')
@@ -99,8 +128,10 @@ def runtime_options(arguments: argparse.Namespace) -> RuntimeOptions:
         context=arguments.context, max_gamma=arguments.draft_tokens,
         max_branches=arguments.branches, adaptive=not arguments.fixed_draft_length,
         policy=arguments.policy, threads=arguments.threads, layers_mib=arguments.layers_mib,
+        kv=kv_options(arguments),
         settings=Settings(arguments.cache_capacity, arguments.scheduling_interval,
-                          self_speculation=True),
+                          self_speculation=True, merge=arguments.merge,
+                          min_confidence=arguments.min_confidence),
         storage=StorageLimits(arguments.storage_mb_per_sec, arguments.storage_latency_ms,
                               arguments.cold_storage))
 
@@ -113,7 +144,7 @@ def check_at_least(arguments: argparse.Namespace, **least: int) -> None:
                                       f'expected at least {value}')
 
 
-def check_between(arguments: argparse.Namespace, **bounds: tuple[int, int]) -> None:
+def check_between(arguments: argparse.Namespace, **bounds: tuple[float, float]) -> None:
     """Refuse options (by their attribute) outside of (least, most); InvalidRequestError."""
     for name, (low, high) in bounds.items():
         value = getattr(arguments, name)

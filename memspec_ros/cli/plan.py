@@ -7,7 +7,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from ..models.errors import InvalidRequestError
-from .options import add_json_option, check_between, write_json
+from .options import add_json_option, add_kv_options, check_between, kv_options, write_json
 
 if TYPE_CHECKING:
     from ..memory.planner import Plan
@@ -49,6 +49,7 @@ def register(commands) -> None:
     parser.add_argument('--branches', type=int, default=4, metavar='TOKENS',
                         help='most second choices verified beside the drafted tokens '
                              '(default: %(default)s)')
+    add_kv_options(parser)
     parser.add_argument('--threads', type=int, default=0, help='CPU threads of --measure')
     parser.add_argument('--measure', action='store_true',
                         help='also load and generate in a process of its own, and compare')
@@ -70,7 +71,8 @@ def run(arguments: argparse.Namespace) -> int:
     model = open_model(arguments.bundle, arguments.device, arguments.dtype, arguments.weights,
                        arguments.layers_mib)
     demand = Demand(min(arguments.context, model.most_context), arguments.gamma,
-                    min(arguments.k, model.sized_drafts), arguments.sessions, arguments.branches)
+                    min(arguments.k, model.sized_drafts), arguments.sessions, arguments.branches,
+                    kv_options(arguments))
     plan = planner.make_plan(model, demand, int(arguments.budget * _MIB))
     name = model.bundle.name
     result = {'bundle': name, 'device': str(model.device),
@@ -93,7 +95,9 @@ def format_plan(plan: Plan, name: str, measured: dict | None = None) -> str:
     """The plan as text."""
     demand, footprint = plan.demand, plan.footprint
     lines = [f'{name}: K = {demand.capacity}, gamma = {demand.gamma}, context {demand.context}, '
-             f'{demand.sessions} session{"s" if demand.sessions > 1 else ""}', '']
+             f'{demand.sessions} session{"s" if demand.sessions > 1 else ""}'
+             + ('' if demand.kv.exact else f'; keys and values: {demand.kv}, hence not exactly '
+                'what the target says'), '']
     lines += [f'  {label:34}{getattr(footprint, field) / _MIB:9.1f} MiB'
               for field, label in _LABELS.items() if getattr(footprint, field)]
     lines.append(f'  {"peak":34}{footprint.total / _MIB:9.1f} MiB'

@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
         fill_traces(store, tracer, prompts, given,
                     report=lambda done, total: bar.update(task, completed=done, total=total))
     present(arguments, format_tables, lambda report: measure(
-        tracer.header, (store.read(prompt.key) for prompt in prompts)))
+        tracer.header, (store.read(prompt.key) for prompt in prompts), tracer.copiers))
     return 0
 
 

@@ -7,7 +7,13 @@ import argparse
 from pathlib import Path
 
 from ..models.errors import InvalidRequestError
-from .options import add_json_option, add_runtime_options, present, runtime_options
+from .options import (
+    add_json_option,
+    add_kv_options,
+    add_runtime_options,
+    present,
+    runtime_options,
+)
 
 
 def register(commands) -> None:
@@ -15,7 +21,9 @@ def register(commands) -> None:
         'verify', help='check that drafts do not change what the target says',
         description='Holds speculative decoding against transformers on the same target: greedy '
                     'answers, the distribution of sampled ones, and exact distributions on a '
-                    'small vocabulary. Exit status 0: all passed. See docs/sampling.md.')
+                    'small vocabulary. With --kv-int8-after or --kv-window, against plain '
+                    'decoding with the same option. Exit status 0: all passed. See '
+                    'docs/sampling.md.')
     parser.add_argument('--prompts', metavar='FILE',
                         help='JSON lines with "prompt" (default: a dozen of its own)')
     parser.add_argument('--count', type=int, default=12, metavar='PROMPTS',
@@ -27,6 +35,7 @@ def register(commands) -> None:
     parser.add_argument('--verification', default='coupled', choices=('coupled', 'rejection'),
                         help='how drafted tokens are judged when sampling (default: %(default)s)')
     add_runtime_options(parser)
+    add_kv_options(parser)
     add_json_option(parser)
     # The proof is of the algorithm: half precision adds the noise of its kernels.
     parser.set_defaults(run=run, dtype='float32')

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+import math
 
 from .stats import StepRecord
 from .verification import agreement
@@ -22,7 +23,10 @@ _MEMORY = 0.96
 _LONG_MEMORY = 0.995
 # What earlier answers taught counts as so many observations of this one.
 _EARLIER_WEIGHT = 8.0
+# A draft that does not pay is heard so seldom, and more seldom where that would take more than
+# this share of the time.
 _PROBE_EVERY = 16
+_PROBE_SHARE = 0.02
 # A clock too coarse to see a step must not become a division by zero.
 _LEAST_SEC = 1e-9
 # Verifying a further row costs this share of a one-row step until it has been
@@ -60,7 +64,9 @@ class _DraftFigures:
     branches: _Mean = field(default_factory=_Mean)
     # A verify after its drafting, which may have run a part of it, to one of all layers.
     verify_share: _Mean = field(default_factory=_Mean)
+    # Iterations since it was last heard; whether it was right then.
     idle: int = 0
+    again: bool = False
 
 
 class DraftLength:
@@ -110,29 +116,37 @@ class DraftLength:
         for figures in self._drafts.values():
             figures.now = []
 
-    def expected_tokens(self, draft: str, gamma: int) -> float:
-        """E(gamma) of ``draft``."""
+    def reaches(self, draft: str, gamma: int) -> list[float]:
+        """Probability that the first, the first two … ``gamma`` tokens of ``draft`` are right."""
         figures = self._drafts.get(draft, _DraftFigures())
-        expected, reach, earlier = 1.0, 1.0, _ACCEPTANCE_PRIOR
+        reaches, reach, earlier = [], 1.0, _ACCEPTANCE_PRIOR
         for depth in range(gamma):
             # A depth that was hardly seen is believed to be like the one before.
             earlier = _at(figures.by_depth, depth).value(earlier, _PRIOR_WEIGHT)
             reach *= _at(figures.now, depth).value(earlier, _EARLIER_WEIGHT)
-            expected += reach
-        return expected
+            reaches.append(reach)
+        return reaches
+
+    def expected_tokens(self, draft: str, gamma: int) -> float:
+        """E(gamma) of ``draft``."""
+        return 1.0 + sum(self.reaches(draft, gamma))
+
+    def drafting_cost(self, draft: str, gamma: int) -> float:
+        """Seconds in which ``draft`` proposes ``gamma`` tokens."""
+        figures = self._drafts.get(draft, _DraftFigures())
+        return gamma * figures.step_cost.value(_DRAFT_COST_PRIOR * self.verify_cost(1))
 
     def speed(self, draft: str, gamma: int) -> float:
         """Expected tokens per second when ``draft`` proposes ``gamma`` tokens."""
         figures = self._drafts.get(draft, _DraftFigures())
-        step = figures.step_cost.value(_DRAFT_COST_PRIOR * self.verify_cost(1))
         rows = 1 + gamma + (round(figures.branches.value(0.0)) if gamma else 0)
-        cost = gamma * step + self.verify_cost(rows) * (
+        cost = self.drafting_cost(draft, gamma) + self.verify_cost(rows) * (
             figures.verify_share.value(1.0) if gamma else 1.0)
         return self.expected_tokens(draft, gamma) / max(cost, _LEAST_SEC)
 
-    def worth_of_row(self, draft: str, gamma: int) -> float:
+    def worth_of_row(self, speed: float) -> float:
         """
-        Probability of being right from which on a further row to verify pays.
+        Probability of being right from which on a further row pays, at ``speed`` tokens/s.
 
         What a row costs is taken as equal for all sizes: differences between
         neighbours are smaller than the noise of measuring them.
@@ -141,7 +155,7 @@ class DraftLength:
         if most < 2:
             return 1.0
         row = max(0.0, self.verify_cost(most) - self.verify_cost(1)) / (most - 1)
-        return row * self.speed(draft, gamma)
+        return row * speed
 
     def choose(self, draft: str) -> int:
         """Gamma for the next iteration of ``draft``; 0 where drafting does not pay."""
@@ -152,9 +166,28 @@ class DraftLength:
         if best == 0:
             # Acceptance is not seen at zero: look again now and then.
             figures.idle += 1
-            if figures.idle % _PROBE_EVERY == 0:
-                return min(2, self.max_gamma)
+            if (figures.again and self._would_pay(draft)
+                    or figures.idle >= self._probe_interval(draft)):
+                figures.idle, figures.again = 0, False
+                return self._probe_gamma
         return best
+
+    @property
+    def _probe_gamma(self) -> int:
+        return min(2, self.max_gamma)
+
+    def _would_pay(self, draft: str) -> bool:
+        """Whether a look at a draft is worth its time where all that it says is right."""
+        return self._extra(draft) < self._probe_gamma
+
+    def _extra(self, draft: str) -> float:
+        """What a look at a draft takes beside a plain step, in plain steps."""
+        gamma, plain = self._probe_gamma, max(self.verify_cost(1), _LEAST_SEC)
+        return (self.drafting_cost(draft, gamma) + self.verify_cost(1 + gamma) - plain) / plain
+
+    def _probe_interval(self, draft: str) -> int:
+        """Iterations between two looks at a draft that does not pay: the dearer, the rarer."""
+        return max(_PROBE_EVERY, math.ceil(self._extra(draft) / _PROBE_SHARE))
 
     def calibrate(self, rows: int, seconds: float) -> None:
         """Set the cost of a verify of ``rows`` rows, measured beside the other sizes (warm-up)."""
@@ -174,13 +207,22 @@ class DraftLength:
         # is the price of a switch, paid once, and says nothing about the steps to come.
         catch_up = min(step.t_catch_up, step.t_draft / step.drafted)
         figures.step_cost.add((step.t_draft + catch_up) / step.drafted)
-        figures.branches.add(step.branches)
+        figures.branches.add(step.branches - step.grafted)
+        # It has paid for being heard: that goes on as long as it does.
+        figures.again = step.accepted == step.drafted
         self._judge(figures, step.accepted, step.judged)
 
-    def overhear(self, draft: str, proposal: Sequence[int], emitted: Sequence[int]) -> None:
-        """Learn what a draft that was not asked would have had accepted: no more than emitted."""
-        self._judge(self._drafts.setdefault(draft, _DraftFigures()),
-                    *agreement(proposal, emitted))
+    def overhear(self, draft: str, proposal: Sequence[int], emitted: Sequence[int],
+                 seconds: float | None = None) -> None:
+        """
+        Learn what a draft beside the active one would have had accepted: no more than emitted.
+
+        seconds: what it took to propose, where that is known.
+        """
+        figures = self._drafts.setdefault(draft, _DraftFigures())
+        if seconds is not None and proposal:
+            figures.step_cost.add(seconds / len(proposal))
+        self._judge(figures, *agreement(proposal, emitted))
 
     @staticmethod
     def _judge(figures: _DraftFigures, accepted: int, judged: int) -> None:

@@ -8,12 +8,14 @@ many tokens, is told to it each iteration; it cannot tell policies apart.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from ..models.drafts import Drafter
+from ..models.kv_options import EXACT, KVOptions
 from ..models.state import Branching, Proposal
 from ..models.target import Target
+from ..models.tree import common_prefix, graft, Merged
 from .sampler import make_sampler
 from .sampling import Sampling
 from .stats import StepRecord
@@ -26,6 +28,24 @@ CATCH_UP_ROWS = 256
 
 class DraftFailure(Exception):  # noqa: N818 (the draft failed, not the decode)
     """A draft raised instead of proposing; the state is as it was before the iteration."""
+
+
+@dataclass
+class Second:
+    """
+    Another draft, whose chain is verified beside the first one's in one tree.
+
+    gamma: most tokens it is asked for. branching: most rows beside the first
+    draft's chain, and the least probability of being accepted that one is given
+    for. chances: of the tokens after the prefix that the first chain and the
+    second one have in common.
+    """
+
+    id: str
+    drafter: Drafter
+    gamma: int
+    branching: Branching
+    chances: Callable[[Sequence[int], Sequence[int]], Sequence[float]]
 
 
 class Engine:
@@ -41,18 +61,21 @@ class Engine:
     depths: hidden states to keep (what the bundle's drafts read)
     clock: seconds, monotonic
     stops: further depths at which drafts have the target's passes pause
+    kv: how keys and values of old positions are kept
 
     """
 
     def __init__(self, target: Target, context: int, max_gamma: int,
                  depths: frozenset[int], clock: Callable[[], float], max_branches: int = 0,
-                 stops: frozenset[int] = frozenset()):
+                 kv: KVOptions = EXACT, stops: frozenset[int] = frozenset()):
         self.target = target
         self.context = context
         self.max_gamma = max_gamma
         self.max_branches = max_branches if target.verifies_trees else 0
         self.clock = clock
-        self.state = target.new_state(context + max_gamma + self.max_branches + 1, depths, stops)
+        rows = max_gamma + self.max_branches + 1
+        self.state = (target.new_state(context + rows, depths, stops) if kv.exact else
+                      target.new_lossy_state(kv, context, rows, depths))
         self.use(Sampling())
 
     def use(self, sampling: Sampling, verification: str = 'coupled',
@@ -61,17 +84,28 @@ class Engine:
         self.sampler = make_sampler(sampling, self.target.vocab_size, verification, min_confidence)
         self.state.chooser = self.sampler.choose
 
-    def prefill(self, prompt: list[int], chunk: int = PREFILL_CHUNK) -> Iterator[int]:
+    @property
+    def opening(self) -> bool:
+        """Whether the next iteration also runs what a prefill has left of the prompt."""
+        return self.state.held < self.state.last
+
+    def prefill(self, prompt: list[int], chunk: int = PREFILL_CHUNK,
+                opening: bool = False) -> Iterator[int]:
         """
         Run all of the prompt but its last token, in chunks; yields positions held after each.
 
         First yields the positions kept from the last request, whose computation
-        is saved. Between chunks the caller may stop.
+        is saved. Between chunks the caller may stop. With ``opening`` the last chunk is
+        left to the first iteration, which then drafts nothing: the first token is
+        there after one pass instead of a draft's proposal and two.
         """
         state = self.state
         yield state.restart(prompt)
-        while state.held < len(prompt) - 1:
-            rows = prompt[state.held:min(state.held + chunk, len(prompt) - 1)]
+        while self.opening:
+            state.make_room()
+            if opening and state.last - state.held < min(chunk, state.reach):
+                break
+            rows = state.read(state.held, min(state.held + min(chunk, state.reach), state.last))
             self.target.forward(state, rows, last_only=True)
             state.hold(state.held + len(rows))
             yield state.held
@@ -80,68 +114,122 @@ class Engine:
         """
         What a draft would propose now, at most ``gamma`` tokens; nothing is verified.
 
-        It catches up first, as far as one iteration lets it. Raises DraftFailure.
+        It catches up first, as far as one iteration lets it. Nothing before the prompt's
+        last rows have run. Raises DraftFailure.
         """
         state = self.state
-        gamma = min(gamma, self.max_gamma, self.context - len(state.tokens) - 1)
+        if self.opening:
+            return []
+        gamma = min(gamma, self._most_drafted())
         try:
             proposal = self._propose(drafter, max(0, gamma))[0]
             drafter.update(state, 0)
         except Exception as error:
             raise DraftFailure(str(error) or type(error).__name__) from error
         finally:
-            state.hold(len(state.tokens) - 1)
+            state.hold(state.last)
         return proposal.tokens
 
+    def judge(self, drafter: Drafter, catch_up: bool) -> tuple[int, int]:
+        """
+        (right, judged) of a draft on tokens of the answer, see Drafter.judge; DraftFailure.
+
+        catch_up: over what it lags behind, first, as far as one iteration lets it.
+        """
+        try:
+            if catch_up:
+                drafter.catch_up(self.state, CATCH_UP_ROWS)
+            return drafter.judge(self.state)
+        except Exception as error:
+            raise DraftFailure(str(error) or type(error).__name__) from error
+
     def step(self, drafter: Drafter | None, gamma: int, limit: int, stop_ids: frozenset[int],
-             branching: Branching | None = None) -> tuple[list[int], StepRecord]:
+             branching: Branching | None = None, second: Second | None = None
+             ) -> tuple[list[int], StepRecord]:
         """
         One iteration: emits at least one token and at most ``limit``.
 
         Tokens end at the first of ``stop_ids``, which is emitted too. ``branching``:
-        the draft may name alternatives, where target and sampler can judge them. The record's
+        the draft may name alternatives, and ``second`` is another one to be heard in the same
+        pass, where target and sampler can judge them (``merges``). The record's
         ``draft`` and ``desired`` are for the caller to fill in. Raises DraftFailure
         where the draft raised; the iteration may then be repeated without it.
         """
         state = self.state
         position = len(state.tokens)
-        gamma = min(gamma, self.max_gamma, limit - 1, self.context - position - 1)
+        most = 0 if self.opening else min(limit - 1, self._most_drafted())
+        gamma = min(gamma, most)
         start = caught_up = self.clock()
         proposal = Proposal([])
         if drafter is not None and gamma > 0:
             try:
                 proposal, caught_up = self._propose(drafter, gamma, branching)
             except Exception as error:
-                state.hold(position - 1)
+                state.hold(state.last)
                 raise DraftFailure(str(error) or type(error).__name__) from error
-        drafted, ahead = self.clock(), len(state.ahead)
-        rows, tokens = self._verify(proposal)
+        drafted = self.clock()
+        merged, other, second_error, begun = Merged(proposal), [], '', drafted
+        if second is not None and proposal.tokens and self.merges:
+            try:
+                found, begun = self._propose(second.drafter, min(most, second.gamma))
+                chances = second.chances(proposal.tokens, found.tokens)
+                merged = graft(proposal, found.tokens, chances, second.branching)
+                other = found.tokens
+            except Exception as error:  # noqa: BLE001 (the first draft's tokens are good)
+                state.hold(state.last)
+                second_error = str(error) or type(error).__name__
+        heard, ahead = self.clock(), len(state.ahead)
+        rows, tokens = self._verify(merged.proposal)
         tokens = _cut(tokens, limit, stop_ids)
         state.keep([0, *rows][:len(tokens)])
         state.tokens += tokens
-        state.hold(len(state.tokens) - 1)
-        accepted, draft_error = min(len(rows), len(tokens)), ''
+        state.hold(state.last)
+        right, draft_error = tokens[:len(rows)], ''
+        chain = common_prefix(proposal.tokens, right)
+        # Of an alternative that was right, the draft has run nothing.
+        accepted = chain + ((chain, right[chain]) in proposal.branches
+                            if chain < len(right) else 0)
         if drafter is not None:
-            # Of an alternative that was right, the draft has run nothing.
-            chain = sum(row == place for place, row in enumerate(rows[:accepted], start=1))
-            try:
-                drafter.update(state, chain)
-            except Exception as error:  # noqa: BLE001 (the tokens stand, whatever the draft does)
-                draft_error = str(error) or type(error).__name__
+            draft_error = self._update(drafter, chain)
+        if second is not None and not second_error:
+            second_error = self._update(second.drafter, common_prefix(other, tokens))
         end = self.clock()
         return tokens, StepRecord(
             draft='', desired='', position=position, drafted=len(proposal.tokens),
-            accepted=accepted, emitted=len(tokens), branches=len(proposal.branches),
-            t_catch_up=caught_up - start, t_draft=drafted - caught_up, t_verify=end - drafted,
-            duration=end - start, ahead=ahead, draft_error=draft_error)
+            accepted=accepted, emitted=len(tokens), branches=len(merged.proposal.branches),
+            t_catch_up=caught_up - start + begun - drafted, t_draft=drafted - caught_up,
+            t_verify=end - heard, duration=end - start, ahead=ahead, draft_error=draft_error,
+            second=second.id if other else '', second_drafted=merged.placed,
+            second_accepted=common_prefix(other[:merged.placed], right),
+            second_error=second_error, grafted=merged.alone, t_second=heard - begun)
+
+    @property
+    def merges(self) -> bool:
+        """Whether two drafts can be verified in one tree: target and sampler judge branches."""
+        return self.max_branches > 0 and self.sampler.branches
+
+    def _update(self, drafter: Drafter, accepted: int) -> str:
+        """Tell a draft what became of its proposal; what it raised, '' if it is well."""
+        try:
+            drafter.update(self.state, accepted)
+        except Exception as error:  # noqa: BLE001 (the tokens stand, whatever the draft does)
+            return str(error) or type(error).__name__
+        return ''
+
+    def _most_drafted(self) -> int:
+        """Most tokens that may be drafted now; makes room where the next row has none."""
+        state = self.state
+        state.make_room()
+        most = min(self.max_gamma, state.reach - 1)
+        return most if state.eviction else min(most, self.context - len(state.tokens) - 1)
 
     def _verify(self, proposal: Proposal) -> tuple[list[int], list[int]]:
         """Run the target over a proposal: (rows of the tokens accepted, tokens to emit)."""
         state = self.state
-        run = [state.tokens[-1], *proposal.tokens]
+        run = [*state.read(state.held, state.last + 1), *proposal.tokens]
         if not proposal.branches:
-            accepted, tokens = self.sampler.verify(state, self.target.forward(state, run),
-                                                    proposal)
+            logits = self.target.forward(state, run, last_only=self.opening)
+            accepted, tokens = self.sampler.verify(state, logits, proposal)
             return list(range(1, accepted + 1)), tokens
         run += (token for _, token in proposal.branches)
         logits = self.target.forward(state, run, branches=proposal.branches)
@@ -151,7 +239,7 @@ class Engine:
                  branching: Branching | None = None) -> tuple[Proposal, float]:
         """Let a draft catch up and propose; also says when it had caught up."""
         self.state.branching = None
-        if branching and self.max_branches and self.sampler.branches:
+        if branching and self.merges:
             self.state.branching = replace(branching,
                                            most=min(branching.most, self.max_branches))
         if drafter.lag(self.state) > drafter.rows_with_proposal:

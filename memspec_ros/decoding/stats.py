@@ -27,6 +27,12 @@ class StepRecord:
     the policy had chosen. ahead: rows that drafting had run through lower layers of
     the target before it verified them. draft_error: why the draft is not to be asked again, ''
     if it is well.
+
+    Where a second draft's tokens stood in the same tree, ``second`` is its id,
+    and second_drafted, second_accepted and second_error are of it: a token that
+    both proposed counts for both, drafted and accepted are the first one's alone.
+    grafted: those of the branches that stood for the second draft only.
+    t_second: what it took to propose.
     """
 
     draft: str
@@ -45,6 +51,12 @@ class StepRecord:
     copied: bool = False
     ahead: int = 0
     draft_error: str = ''
+    second: str = ''
+    second_drafted: int = 0
+    second_accepted: int = 0
+    second_error: str = ''
+    grafted: int = 0
+    t_second: float = 0.0
 
     @property
     def judged(self) -> int:
@@ -69,6 +81,9 @@ class DraftCount:
 class GenerationStats:
     """
     One request. Times in seconds; rates are None where nothing was measured.
+
+    drafted and accepted are sums over drafts: a token that two of them proposed
+    for the same place is two.
 
     The six time shares add up to the decoding time: desired (the active draft
     was the wanted one), fallback (it was not), prediction, load_wait, catch_up,
@@ -121,13 +136,16 @@ class GenerationStats:
         """Count an iteration; ``between`` is decoding time spent outside of it."""
         self.iterations += 1
         self.output_tokens += step.emitted
-        self.drafted += step.drafted
-        self.accepted += step.accepted
-        if step.drafted:
-            count = self.drafts.setdefault(step.draft, DraftCount())
-            count.proposed += step.drafted
-            count.accepted += step.accepted
-        work = step.t_draft + step.t_verify
+        for draft, drafted, accepted in (
+                (step.draft, step.drafted, step.accepted),
+                (step.second, step.second_drafted, step.second_accepted)):
+            if drafted:
+                self.drafted += drafted
+                self.accepted += accepted
+                count = self.drafts.setdefault(draft, DraftCount())
+                count.proposed += drafted
+                count.accepted += accepted
+        work = step.t_draft + step.t_second + step.t_verify
         if step.draft == step.desired:
             self.desired_sec += work
         else:

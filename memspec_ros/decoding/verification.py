@@ -9,11 +9,12 @@ none. What is emitted follows the target's distribution whatever was drafted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor
 
 from ..models.state import Proposal
+from ..models.tree import common_prefix
 from .chance import Chance
 
 
@@ -31,32 +32,26 @@ def verify_greedy(scores: Tensor, drafted: Sequence[int]) -> tuple[int, list[int
     return accepted, [*drafted[:accepted], choices[accepted]]
 
 
-def descend(drafted: Sequence[int], branches: Sequence[tuple[int, int]],
+def descend(drafted: Sequence[int], branches: Iterable[tuple[int, int]],
             draw: Callable[[int, int], int]) -> tuple[list[int], list[int]]:
     """
-    Walk down a chain and its branches as far as the target's own tokens lead.
+    Walk down a chain and its branches (Proposal) as far as the target's own tokens lead.
 
     draw(row, depth): what the target says after a row (0: the last committed
     token, then the chain, then the branches), ``depth`` tokens further on. Returns
     (rows of the accepted tokens, tokens to emit): at every place the target's
     token is taken, whether it was drafted or not.
     """
-    rows: list[int] = []
-    row = 0
-    while True:
-        token = draw(row, len(rows))
-        depth = len(rows)
-        if depth < len(drafted) and row == depth and drafted[depth] == token:
-            row = depth + 1
-        elif row == depth and (depth, token) in branches:
-            row = 1 + len(drafted) + branches.index((depth, token))
-        else:
-            return rows, [*(_token_of(r, drafted, branches) for r in rows), token]
-        rows.append(row)
-
-
-def _token_of(row: int, drafted: Sequence[int], branches: Sequence[tuple[int, int]]) -> int:
-    return drafted[row - 1] if row <= len(drafted) else branches[row - 1 - len(drafted)][1]
+    places = [*enumerate(drafted), *branches]
+    row_of = {place: row for row, place in enumerate(places, start=1)}
+    rows, tokens = [], []
+    row: int | None = 0
+    while row is not None:
+        tokens.append(draw(row, len(rows)))
+        row = row_of.get((row, tokens[-1]))
+        if row is not None:
+            rows.append(row)
+    return rows, tokens
 
 
 def verify_coupled(p: Tensor, drafted: Sequence[int], chance: Chance,
@@ -112,8 +107,5 @@ def agreement(proposal: Sequence[int], emitted: Sequence[int]) -> tuple[int, int
 
     No more is judged than was emitted, and nothing after the first wrong token.
     """
-    count = min(len(proposal), len(emitted))
-    accepted = 0
-    while accepted < count and proposal[accepted] == emitted[accepted]:
-        accepted += 1
-    return accepted, accepted + (accepted < count)
+    accepted = common_prefix(proposal, emitted)
+    return accepted, accepted + (accepted < min(len(proposal), len(emitted)))

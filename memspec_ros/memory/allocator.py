@@ -45,6 +45,11 @@ def give_back() -> None:
     weights took, measured), PyTorch's CUDA allocator keeps all of them.
     """
     gc.collect()
+    trim()
+
+
+def trim() -> None:
+    """Return freed memory to the system, without looking for garbage first."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
     with contextlib.suppress(OSError, AttributeError):  # another C library has no such call

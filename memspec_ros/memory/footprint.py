@@ -22,6 +22,8 @@ from ..models.bundle import Bundle, DraftSpec
 from ..models.drafts.prompt_lookup import DEFAULT_NGRAMS
 from ..models.encoder import locate_encoder
 from ..models.errors import BundleError
+from ..models.int8_cache import int8_cache_bytes
+from ..models.kv_options import KVOptions
 from ..models.llama import LlamaConfig, SUPPORTED_MODEL_TYPES
 from ..models.offload import BUFFERS, layer_bytes, Offload
 from ..models.target import read_config, stored_bytes
@@ -83,7 +85,8 @@ class Demand:
     What is to be run: K drafts, ``gamma`` drafted tokens, ``context`` tokens a session.
 
     sessions: conversations whose keys and values are kept, the running one included.
-    branches: alternatives to drafted tokens verified beside them.
+    branches: alternatives to drafted tokens verified beside them. kv: how keys and
+    values of old positions are kept.
     """
 
     context: int = 2048
@@ -91,6 +94,7 @@ class Demand:
     capacity: int = 2
     sessions: int = 1
     branches: int = 4
+    kv: KVOptions = KVOptions()
 
     @property
     def rows(self) -> int:
@@ -137,7 +141,7 @@ class FootprintModel:
         attention), in the type that attention runs in.
         """
         shape, item = self.target, self.dtype.itemsize
-        positions = min(demand.context, self.most_context) + demand.rows
+        positions = demand.kv.positions(min(demand.context, self.most_context)) + demand.rows
         specs = self.bundle.drafts if demand.gamma else ()
         depths = {shape.layers}.union(
             *([spec.options.get('depth', 0), *spec.options.get('features', [])]
@@ -147,7 +151,7 @@ class FootprintModel:
         sessions = demand.sessions
         return Footprint(
             weights=self.weight_bytes,
-            kv_cache=sessions * shape.cache_bytes(positions, self._attention_bytes(shape)),
+            kv_cache=self._cache_bytes(demand, positions),
             hidden_states=sessions * len(depths) * shape.hidden * positions * item,
             logits=demand.rows * shape.vocabulary * (4 + item),
             activations=4 * max(PREFILL_CHUNK * shape.row_elements,
@@ -161,6 +165,16 @@ class FootprintModel:
             loading=max(map(self._loading_bytes, resident), default=0),
             kernels=_KERNEL_BYTES, layer=shape.layer_elements * item, ranker=self._ranker,
             runtime=self.runtime)
+
+    def _cache_bytes(self, demand: Demand, positions: int) -> int:
+        """Keys and values of all sessions; those that rest need not be readable."""
+        shape, number = self.target, self._attention_bytes(self.target)
+        if not demand.kv.int8_after:
+            return demand.sessions * shape.cache_bytes(positions, number)
+        held, readable = int8_cache_bytes(
+            shape.layers, shape.kv_heads * shape.head_dim, shape.kv_heads, positions, number,
+            demand.kv.int8_after, demand.kv.sinks, demand.rows)
+        return demand.sessions * held + readable
 
     def cache_bytes(self, spec: DraftSpec, positions: int) -> int:
         """Keys and values that a draft keeps of its own."""

@@ -180,7 +180,8 @@ def make_plan(model: FootprintModel, demand: Demand, budget: int) -> Plan:
         demand, budget, model.of(demand),
         speed.best_drafts(demand.capacity, demand.gamma)[0],
         largest(0, model.sized_drafts, 'capacity'), largest(0, _MOST_GAMMA, 'gamma'),
-        largest(_LEAST_CONTEXT, model.most_context, 'context'), steps,
+        largest(max(_LEAST_CONTEXT, demand.kv.least_context), model.most_context, 'context'),
+        steps,
         next(step for step in steps if step.speed_up >= KEPT_SPEED * fastest),
         tuple(speed.assumed))
 

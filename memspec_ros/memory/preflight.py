@@ -11,43 +11,9 @@ from pathlib import Path
 import tempfile
 import time
 
-import torch
-
 from ..models.errors import InsufficientMemoryError
 from .allocator import MIB
 from .footprint import Footprint
-
-
-def available_bytes(device: torch.device) -> int:
-    """
-    Bytes that can be allocated on ``device`` without hurting others.
-
-    On the CPU, and on boards whose GPU shares the system's memory, that is
-    MemAvailable: free memory leaves out what the kernel would give back.
-    """
-    return (system_available_bytes() if shares_system_memory(device)
-            else torch.cuda.mem_get_info(device)[0])
-
-
-def system_available_bytes() -> int:
-    """MemAvailable of the system, lowered to what the control group still allows."""
-    available = 1 << 62
-    with contextlib.suppress(OSError, ValueError, StopIteration):
-        lines = Path('/proc/meminfo').read_text().splitlines()
-        line = next(line for line in lines if line.startswith('MemAvailable'))
-        available = int(line.split()[1]) * 1024
-    with contextlib.suppress(OSError, ValueError):
-        limit = Path('/sys/fs/cgroup/memory.max').read_text().strip()
-        if limit != 'max':
-            used = int(Path('/sys/fs/cgroup/memory.current').read_text())
-            available = min(available, max(0, int(limit) - used))
-    return available
-
-
-def shares_system_memory(device: torch.device) -> bool:
-    """Whether models on ``device`` lie in the system's memory: the CPU, and boards like Jetson."""
-    return device.type != 'cuda' or bool(
-        getattr(torch.cuda.get_device_properties(device), 'is_integrated', False))
 
 
 def room_bytes(available: int, runtime: int, budget: int, min_free: int) -> int:

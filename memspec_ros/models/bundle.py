@@ -83,12 +83,17 @@ class TargetSpec:
 
 @dataclass(frozen=True)
 class RankerSpec:
-    """Which ranker, and its settings; trained kinds have a file instead."""
+    """
+    Which ranker, and its settings; trained kinds have a file instead.
+
+    prior: what a trained one believes of a prompt that nothing has been seen of yet.
+    """
 
     kind: str
     options: Mapping[str, Any] = field(default_factory=dict)
     path: str | None = None
     sha256: str | None = None
+    prior: RankerSpec | None = None
 
 
 class _Section:
@@ -215,7 +220,7 @@ class Bundle:
             if wrong:
                 raise BundleError(f'shared_head: token id {wrong[0]} does not exist in the '
                                   f'target ({target.vocab_size} ids)')
-            self._head_rows = pack(target.model.head[ids])
+            self._head_rows = pack(target.model.head_rows(ids), 'auto')
         return self._head_rows
 
 
@@ -315,9 +320,20 @@ def _parse_ranker(section: _Section) -> RankerSpec:
     kind = section.text('kind')
     if kind not in _RANKERS_WITH_FILE:
         return RankerSpec(kind, section.raw)
-    spec = RankerSpec(kind, path=section.text('path'), sha256=section.sha256('sha256'))
+    path, sha256 = section.text('path'), section.sha256('sha256')
+    prior = section.take('prior', dict)
     section.finish()
-    return spec
+    return RankerSpec(kind, path=path, sha256=sha256,
+                      prior=None if prior is None else _parse_prior(prior))
+
+
+def _parse_prior(raw: Mapping[str, Any]) -> RankerSpec:
+    section = _Section(raw, 'ranker.prior')
+    kind = section.text('kind')
+    if kind in _RANKERS_WITH_FILE:
+        raise BundleError(f'ranker.prior: kind {kind!r} is a trained one; it has to be a kind '
+                          'that reads the prompt and has no file, such as domain_words')
+    return RankerSpec(kind, section.raw)
 
 
 def _parse_target(section: _Section) -> TargetSpec:

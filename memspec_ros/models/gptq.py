@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 from .errors import BundleError, UnsupportedModelError
 from .quantized import has_int4, Int4Matrix, kernel_group, KERNEL_GROUPS, Matrix, StackedMatrix
-from .weights import Checkpoint
+from .weights import Checkpoint, StoredTable
 
 BITS = (2, 4, 8)
 _FORMATS = ('gptq', 'gptq_v2')
@@ -205,6 +205,10 @@ class GptqCheckpoint(Mapping):
             return self._files.shape(name)
         rows, out = self._files.shape(f'{base}.qweight')
         return out, rows * 32 // self.settings.bits
+
+    def table(self, name: str, dtype: torch.dtype) -> StoredTable:
+        """An unquantised matrix that stays in its file."""
+        return self._files.table(name, dtype)
 
     def int4_group(self, name: str) -> int | None:
         """The group that INT4 kernels can take a matrix in, judged by its shape; or None."""

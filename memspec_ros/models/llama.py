@@ -23,8 +23,12 @@ from torch import Tensor
 import torch.nn.functional as F
 
 from .errors import UnsupportedModelError
-from .packing import dense, fuse, linear, pack
+from .gptq import GptqCheckpoint
+from .half import half_of, HalfMatrix
+from .kv_cache import KVBuffers
+from .packing import dense, fuse, linear, pack, prefers_half
 from .quantized import Matrix
+from .weights import Checkpoint, StoredTable
 
 SUPPORTED_MODEL_TYPES = ('llama', 'qwen2')
 # Older releases (JetPack 6.0) have no grouped heads in the kernel.
@@ -155,14 +159,30 @@ class LayerWeights:
         """From tensors by field name, as ``tensors`` gives them."""
         return cls(**{name: tensors[name] if name in tensors else None for name in cls.NAMES})
 
-    def packed(self, kind: str = 'auto') -> LayerWeights:
+    def packed(self, kind: str = 'dense') -> LayerWeights:
         """The same layer with its matrices packed for decoding, as ``kind`` (see ``pack``)."""
         return replace(self, **{name: pack(getattr(self, name), kind) for name in self.MATRICES})
+
+    def streaming(self, dtype: torch.dtype) -> LayerWeights:
+        """The same layer with its vectors in ``dtype``, to run hidden states of that type."""
+        vectors = (name for name in self.NAMES
+                   if name not in self.MATRICES and getattr(self, name) is not None)
+        return replace(self, **{name: getattr(self, name).to(dtype) for name in vectors})
 
     def tensors(self) -> dict[str, Tensor | Matrix]:
         """Tensors and matrices by field name, without the absent ones."""
         return {name: getattr(self, name) for name in self.NAMES
                 if getattr(self, name) is not None}
+
+    @property
+    def kinds(self) -> set[str]:
+        """What its matrices are made of: quantised kinds, or types."""
+        return {matrix.kind if isinstance(matrix, Matrix)
+                else str(matrix.dtype).removeprefix('torch.') for matrix in self.matrices()}
+
+    def matrices(self) -> list[Tensor | Matrix]:
+        """Its matrices, in the order of MATRICES."""
+        return [getattr(self, name) for name in self.MATRICES]
 
     @property
     def bytes(self) -> int:
@@ -212,6 +232,16 @@ class Rope:
         """(cos, sin), each [B, T, 1, D], at positions [B, T]."""
         return self.cos[positions].unsqueeze(-2), self.sin[positions].unsqueeze(-2)
 
+    def turn_back(self, keys: Tensor, count: int) -> Tensor:
+        """
+        Rotated keys [..., D] of some positions as they were ``count`` positions before.
+
+        Rotations add up: attention sees distances alone, which stay as they are
+        among keys that move together.
+        """
+        rope = self.cos[count], -self.sin[count]
+        return rotate(keys.float(), rope).to(keys.dtype)
+
 
 def _scale_frequencies(inverse: Tensor, scaling: Mapping | None) -> Tensor:
     """Linear and Llama-3 context extension, with the semantics of ``transformers``."""
@@ -228,7 +258,7 @@ def _scale_frequencies(inverse: Tensor, scaling: Mapping | None) -> Tensor:
 
 
 def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Apply rotary embedding to x [B, T, heads, D] (float32)."""
+    """Apply rotary embedding to x [..., D], such as [B, T, heads, D] (float32)."""
     cos, sin = rope
     half = x.shape[-1] // 2
     return x * cos + torch.cat([x[..., half:], x[..., :half]], -1) * sin
@@ -299,20 +329,24 @@ class Llama:
     Attributes
     ----------
     config: LlamaConfig
-    embedding: Tensor [V, H]
+    embedding: Tensor [V, H], or a table that stays in its file
     layers: the LayerWeights; those beyond ``held_layers`` are read when they are used
     norm: Tensor [H]
-    head: Tensor [V, H] (the embedding itself where tied)
+    head: Tensor [V, H] (the embedding itself where tied), or a packed matrix
+
+    ``table`` has the head's rows where ``head`` itself gives none.
 
     """
 
-    def __init__(self, config: LlamaConfig, embedding: Tensor, layers: Sequence[LayerWeights],
-                 norm: Tensor, head: Tensor, context: int | None = None):
+    def __init__(self, config: LlamaConfig, embedding: Tensor | StoredTable,
+                 layers: Sequence[LayerWeights], norm: Tensor, head: Tensor | Matrix,
+                 context: int | None = None, table: StoredTable | None = None):
         self.config = config
         self.embedding = embedding
         self.layers = layers
         self.norm = norm
         self.head = head
+        self._table = table
         self.rope = Rope(config, min(context or config.max_positions, config.max_positions),
                          embedding.device)
 
@@ -328,8 +362,13 @@ class Llama:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of the weights and of the hidden states."""
+        """Type of the weights, and of hidden states that are kept."""
         return self.embedding.dtype
+
+    @property
+    def stream_dtype(self) -> torch.dtype:
+        """Type of hidden states on their way through the layers: what these multiply in."""
+        return self.norm.dtype
 
     @property
     def attention_dtype(self) -> torch.dtype:
@@ -370,15 +409,26 @@ class Llama:
                 raise UnsupportedModelError(f'tensor {name} is missing')
             return dense(tensor)
 
-        def check(name: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+        def check(name: str, tensor, shape: tuple[int, ...]):
             if tuple(tensor.shape) != shape:
                 raise UnsupportedModelError(
                     f'{name} is {tuple(tensor.shape)}, config.json says {shape}')
             return tensor
 
-        table = (config.vocab_size, config.hidden_size)
-        name = 'model.embed_tokens.weight'
-        embedding = check(name, need(name), table)
+        size = (config.vocab_size, config.hidden_size)
+        names = ('model.embed_tokens.weight',
+                 'model.embed_tokens.weight' if config.tied_embeddings else 'lm_head.weight')
+        # Packed, a head gives no single rows; they are read from the file where they are wanted.
+        table = packed_head = None
+        if (packed and weights != 'dense' and prefers_half(dtype, device)
+                and isinstance(state, (Checkpoint, GptqCheckpoint)) and names[1] in state):
+            table = state.table(names[1], dtype)
+            check(names[1], table, size)
+            packed_head = half_of(size, table.rows)
+        if packed_head is None:
+            table = None
+        embedding = (table if table is not None and config.tied_embeddings
+                     else check(names[0], need(names[0]), size))
         shapes = layer_shapes(config)
 
         def make(i: int) -> LayerWeights:
@@ -394,29 +444,41 @@ class Llama:
         layers = (place(make, finish) if place is not None
                   else [finish(make(i)) for i in range(config.layers)])
         norm = check('model.norm.weight', need('model.norm.weight'), (config.hidden_size,))
-        head = embedding
-        if not config.tied_embeddings:
-            head = check('lm_head.weight', need('lm_head.weight'), table)
-        return cls(config, embedding, layers, norm, head, context)
+        head = packed_head
+        if head is None:
+            head = (embedding if config.tied_embeddings
+                    else check(names[1], need(names[1]), size))
+        # Layers that are read for every pass stay as they come, and so does the stream.
+        if place is None and all(
+                isinstance(matrix, Matrix) and matrix.kind == HalfMatrix.kind
+                for layer in layers for matrix in layer.matrices()):
+            norm = norm.float()
+            layers = [layer.streaming(norm.dtype) for layer in layers]
+        return cls(config, embedding, layers, norm, head, context, table)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Token ids [B, T] -> hidden states [B, T, H]."""
-        return F.embedding(tokens, self.embedding)
+        if isinstance(self.embedding, Tensor):
+            return F.embedding(tokens, self.embedding)
+        return self.embedding.rows(tokens.flatten().tolist()).view(*tokens.shape, -1)
 
-    def run_layers(self, x: Tensor, first: int, last: int, keys: Tensor, values: Tensor,
-                   start: int, rope: tuple[Tensor, Tensor] | None = None,
+    def head_rows(self, ids: Sequence[int]) -> Tensor:
+        """Rows of the head [len(ids), H]."""
+        return self.head[ids] if self._table is None else self._table.rows(ids)
+
+    def run_layers(self, x: Tensor, first: int, last: int, cache: KVBuffers, start: int,
+                   rope: tuple[Tensor, Tensor] | None = None,
                    mask: Tensor | None = None) -> Tensor:
         """
         Run layers ``first`` to ``last`` (exclusive) over new positions.
 
-        x [B, T, H] stands at positions start … start + T - 1; keys and values
-        [layers, B, KV, capacity, D] hold ``start`` positions already and receive
-        the new ones. By default positions are consecutive and attention causal;
-        a batch with padding gives its own ``rope`` and ``mask``.
+        x [B, T, H] stands at positions start … start + T - 1; the cache, of all
+        layers, holds ``start`` positions already and receives the new ones. By default
+        positions are consecutive and attention causal; a batch with padding gives its
+        own ``rope`` and ``mask``.
         """
-        return run_layers(self.config, self.layers[first:last], x,
-                          keys[first:last], values[first:last], start,
-                          rope or self.rope.at(start, x.shape[1]), mask)
+        return run_layers(self.config, self.layers[first:last], x, cache, start,
+                          rope or self.rope.at(start, x.shape[1]), mask, first)
 
     def logits(self, x: Tensor) -> Tensor:
         """Hidden states after the last layer [..., H] -> logits [..., V] in float32."""
@@ -432,17 +494,14 @@ def _check_finite(name: str, tensor: Tensor) -> None:
             f'is damaged, or was made for a wider type than {tensor.dtype}')
 
 
-def run_layers(config: LlamaConfig, layers: Iterable[LayerWeights], x: Tensor,
-               keys: Tensor, values: Tensor, start: int,
-               rope: tuple[Tensor, Tensor], mask: Tensor | None = None) -> Tensor:
-    """Run ``layers`` in turn over x [B, T, H]; see Llama.run_layers."""
-    end = start + x.shape[1]
+def run_layers(config: LlamaConfig, layers: Iterable[LayerWeights], x: Tensor, cache: KVBuffers,
+               start: int, rope: tuple[Tensor, Tensor], mask: Tensor | None = None,
+               first: int = 0) -> Tensor:
+    """Run ``layers``, which are the cache's from ``first`` on, over x; see Llama.run_layers."""
     if mask is None:
-        mask = causal_mask(x.shape[1], end, x.device)
-    for w, layer_keys, layer_values in zip(layers, keys, values):
-        query, key, value = project_qkv(config, w, x, rope, layer_keys.dtype)
-        layer_keys[:, :, start:end] = key
-        layer_values[:, :, start:end] = value
-        mixed = attend(query, layer_keys[:, :, :end], layer_values[:, :, :end], mask)
-        x = finish_layer(config, w, x, mixed)
+        mask = causal_mask(x.shape[1], start + x.shape[1], x.device)
+    for layer, w in enumerate(layers, first):
+        query, key, value = project_qkv(config, w, x, rope, cache.dtype)
+        keys, values = cache.extend(layer, start, key, value)
+        x = finish_layer(config, w, x, attend(query, keys, values, mask))
     return x

@@ -3,9 +3,11 @@
 Matrices in the layout their kernels want, so that no step rearranges them.
 
 On a CPU, oneDNN multiplies a plain bfloat16 matrix only after bringing it into
-blocks, at every call. Packed once, one row costs about two thirds, and nine
-rows hardly more than one: what speculative decoding lives on. Measure with
-``memspec bench quick``; results are the plain ones bit for bit in bfloat16.
+blocks, at every call. Packed once, one row costs about two thirds; results are
+the plain ones bit for bit in bfloat16. Where FBGEMM is faster (``half.py``), the
+target's matrices are held for that: one row then costs about half. A draft's are
+not, since packing for FBGEMM takes ten times as long and a draft is packed while
+decoding waits.
 
 A matrix can also be INT8 or INT4 (``quantized.py``), which reads a half or a
 quarter of the bytes. By how many rows they gain is a matter of shape: INT8
@@ -16,7 +18,7 @@ opened, and drafts are made as long as pays.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import torch
@@ -25,6 +27,8 @@ import torch.nn.functional as F
 
 from .errors import UnsupportedModelError
 from .gptq import GptqMatrix
+from .half import half
+from .kernel_choice import half_pays
 from .quantized import (
     has_int4,
     has_int8,
@@ -36,8 +40,8 @@ from .quantized import (
 )
 
 # How the matrices of layers can be held. auto: as the checkpoint has them, those of a GPTQ
-# checkpoint in INT4 where a kernel takes them; dense: in the type that is computed in; library: by
-# an installed GPTQ library.
+# checkpoint in INT4 where a kernel takes them, 16-bit ones for the kernel that is faster here;
+# dense: in the type that is computed in; library: by an installed GPTQ library.
 WEIGHT_KINDS = ('auto', 'dense', 'int8', 'int4', 'library')
 # A group of INT4 that is rounded here, without calibration: small, for precision.
 ROUNDED_GROUP = 64
@@ -72,7 +76,7 @@ def dense(weight: Tensor | Matrix) -> Tensor:
     return weight
 
 
-def pack(weight: Tensor | Matrix, kind: str = 'auto') -> Tensor | Matrix:
+def pack(weight: Tensor | Matrix, kind: str = 'dense') -> Tensor | Matrix:
     """
     The matrix as it is best multiplied, held as ``kind`` (of WEIGHT_KINDS).
 
@@ -107,9 +111,24 @@ def pack(weight: Tensor | Matrix, kind: str = 'auto') -> Tensor | Matrix:
                 f'a matrix of {weight.shape[0]} x {weight.shape[1]} in {weight.dtype} fits no '
                 f'INT4 kernel on {weight.device.type}; use weights auto')
         return round_to_int4(weight, group)
+    if kind == 'auto' and prefers_half(weight.dtype, weight.device):
+        held = half(weight)
+        if held is not None:
+            return held
     if weight.device.type != 'cpu' or not _available(weight.dtype):
         return weight
     return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _ROWS)
+
+
+def prefers_half(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether matrices of ``dtype`` are best held for FBGEMM on ``device``."""
+    return half_pays(dtype, device, _multiplier)
+
+
+def _multiplier(weight: Tensor) -> Callable[[Tensor], Tensor]:
+    """What multiplies rows with ``weight`` where FBGEMM does not."""
+    packed = pack(weight)
+    return lambda x: linear(x, packed)
 
 
 @lru_cache

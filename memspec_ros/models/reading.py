@@ -167,7 +167,7 @@ class DirectFile:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
         self.direct = False
         # The kernel's own read-ahead would grow with a sequential reader.
-        _advise(descriptor, 'RANDOM')
+        advise_random(descriptor)
 
 
 def _open(path: Path):
@@ -181,8 +181,13 @@ def _open(path: Path):
             if error.errno not in _NOT_DIRECT:
                 raise
     file = path.open('rb', buffering=0)
-    _advise(file.fileno(), 'RANDOM')
+    advise_random(file.fileno())
     return file, False
+
+
+def advise_random(descriptor: int) -> None:
+    """Have the system read no more of a file than is asked for (advice only)."""
+    _advise(descriptor, 'RANDOM')
 
 
 def drop_pages(descriptor: int, offset: int = 0, count: int = 0) -> None:

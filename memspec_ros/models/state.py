@@ -13,73 +13,21 @@ the committed length. What drafting has run of the tokens to be verified
 (``DecodeState.ahead``) verification does not run again. Rolling back sets
 lengths, and copies nothing; where a branch of drafted tokens was accepted, its
 row moves up behind those before it.
+
+Where old positions are evicted, cache, buffers and drafts count the positions
+that are left, as if the text were shorter: ``held``, ``last`` and what stands
+there (``read``) are of these; ``tokens`` is always the whole text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-
-class KVCache:
-    """
-    Preallocated keys and values, with one length per group of layers.
-
-    Attributes
-    ----------
-    keys, values: Tensor [layers, 1, KV heads, capacity, head width]
-    groups: layer ranges (first, last exclusive), lowest first
-    lengths: positions held, one a group
-
-    """
-
-    def __init__(self, layers: int, kv_heads: int, capacity: int, head_dim: int,
-                 dtype: torch.dtype, device: torch.device, boundaries: Iterable[int] = ()):
-        shape = (layers, 1, kv_heads, capacity, head_dim)
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
-        edges = [0, *sorted(set(boundaries) - {0, layers}), layers]
-        self.groups = tuple(zip(edges, edges[1:]))
-        self.lengths = [0] * len(self.groups)
-
-    @property
-    def capacity(self) -> int:
-        """Positions that fit."""
-        return self.keys.shape[3]
-
-    @property
-    def bytes(self) -> int:
-        """Bytes allocated."""
-        return 2 * self.keys.numel() * self.keys.element_size()
-
-    @property
-    def position_bytes(self) -> int:
-        """Bytes of the keys and values of one position, all layers."""
-        return self.bytes // self.capacity
-
-    def set_length(self, length: int, group: int | None = None) -> None:
-        """Say how many positions a group (or every group) holds from now on."""
-        if not 0 <= length <= self.capacity:
-            raise ValueError(f'length {length} outside 0..{self.capacity}')
-        for index in range(len(self.lengths)) if group is None else (group,):
-            self.lengths[index] = length
-
-    def move(self, start: int, rows: Sequence[int]) -> None:
-        """Bring positions ``start + rows[i]`` to ``start + i``, in all layers."""
-        source = torch.tensor(rows, device=self.keys.device) + start
-        for cached in (self.keys, self.values):
-            cached[:, :, :, start:start + len(rows)] = cached[:, :, :, source]
-
-    def views(self, length: int) -> list[Tensor]:
-        """The first ``length`` positions of all that is kept, writable."""
-        return [self.keys[:, :, :, :length], self.values[:, :, :, :length]]
-
-    def groups_below(self, depth: int) -> Iterable[int]:
-        """Indices of the groups that make up the lowest ``depth`` layers."""
-        return (index for index, (_, last) in enumerate(self.groups) if last <= depth)
+from .kv_cache import Turn
 
 
 def choose_most_probable(state: DecodeState, logits: Tensor, drafted: Sequence[int],
@@ -106,13 +54,18 @@ class DecodeState:
     passing: depth -> Tensor [T, H], their hidden states where groups of layers meet
     chooser: what ``choose`` does
     branching: how proposals may branch, None for not at all
+    eviction: how room is made when it runs out, None for not at all
+    dropped: positions that were evicted for it, behind the first ``eviction.sinks``
 
     """
 
-    def __init__(self, kv, hidden: dict[int, Tensor], capacity: int):
+    def __init__(self, kv, hidden: dict[int, Tensor], capacity: int,
+                 eviction: Eviction | None = None):
         self.kv = kv
         self.hidden = hidden
         self.capacity = capacity
+        self.eviction = eviction
+        self.dropped = 0
         self.tokens: list[int] = []
         self.prompt_length = 0
         self.held = 0
@@ -125,6 +78,40 @@ class DecodeState:
     def output(self) -> list[int]:
         """Tokens generated so far."""
         return self.tokens[self.prompt_length:]
+
+    @property
+    def last(self) -> int:
+        """Position of the last token among those that are left."""
+        return len(self.tokens) - 1 - self.dropped
+
+    def read(self, start: int, end: int) -> list[int]:
+        """Tokens at positions from ``start`` up to ``end`` among those that are left."""
+        if not self.dropped:
+            return self.tokens[start:end]
+        edge = self.eviction.sinks
+        return (self.tokens[start:min(end, edge)]
+                + self.tokens[max(start, edge) + self.dropped:end + self.dropped])
+
+    @property
+    def reach(self) -> int:
+        """Most rows that may run together after the held positions; drafting keeps within it."""
+        reach = self.kv.reach(self.held)
+        return min(reach, self.eviction.limit - self.held) if self.eviction else reach
+
+    def make_room(self) -> None:
+        """
+        Drop the oldest positions but the sinks, where no further row has room.
+
+        When that is depends on positions alone. To be called when all held is committed.
+        """
+        if self.eviction is None or self.held < self.eviction.limit:
+            return
+        first, count = self.eviction.sinks, self.eviction.stride
+        self.kv.drop(first, count, self.held, self.eviction.turn)
+        for states in self.hidden.values():
+            states[first:self.held - count] = states[first + count:self.held].clone()
+        self.held -= count
+        self.dropped += count
 
     @property
     def last_hidden(self) -> Tensor | None:
@@ -162,6 +149,8 @@ class DecodeState:
 
     def hold(self, length: int) -> None:
         """Set the committed length of cache and hidden states (commit or rollback)."""
+        if not length:
+            self.dropped = 0
         self.kv.set_length(length)
         self.held = length
         self.ahead, self.passing = [], {}
@@ -174,8 +163,9 @@ class DecodeState:
     @torch.inference_mode()
     def park(self) -> ParkedState:
         """A copy of what is held, no longer than that: for a conversation that is to go on."""
-        return ParkedState(self.tokens[:self.held],
-                           [view.clone() for view in self._views(self.held)])
+        return ParkedState(self.tokens[:self.held + self.dropped],
+                           [view.clone() for view in self._views(self.held)],
+                           self.dropped, self.kv.mark)
 
     @torch.inference_mode()
     def resume(self, parked: ParkedState) -> int:
@@ -185,15 +175,15 @@ class DecodeState:
         Returns how many leading positions the two have in common: what drafts
         keep of those stays valid.
         """
-        held, count = self.tokens[:self.held], len(parked.tokens)
-        common = next((i for i, (mine, other) in enumerate(zip(held, parked.tokens))
-                       if mine != other), min(len(held), count))
+        mine, count = self.read(0, self.held), len(parked.tokens) - parked.dropped
+        self.dropped, self.tokens = parked.dropped, list(parked.tokens)
+        self.prompt_length = len(parked.tokens)
+        self.kv.arrange(count, parked.mark)
         for view, kept in zip(self._views(count), parked.tensors):
             view.copy_(kept)
-        self.tokens = list(parked.tokens)
-        self.prompt_length = count
         self.hold(count)
-        return common
+        return next((i for i, (one, other) in enumerate(zip(mine, self.read(0, count)))
+                     if one != other), min(len(mine), count))
 
     def _views(self, length: int) -> list[Tensor]:
         return self.kv.views(length) + [self.hidden[depth][:length]
@@ -205,29 +195,54 @@ class DecodeState:
 
         Returns the number of leading positions whose keys, values and hidden
         states stay valid: a second turn of a conversation, or a shared system
-        prompt, is not evaluated again.
+        prompt, is not evaluated again. Behind what was evicted, or rounded, there is
+        no way back but to the beginning.
         """
         kept = 0
-        limit = min(self.held, len(prompt) - 1)
+        limit = min(self.held + self.dropped, len(prompt) - 1)
         while kept < limit and self.tokens[kept] == prompt[kept]:
             kept += 1
+        floor = max(self.kv.floor, self.eviction.limit - self.eviction.stride
+                    if self.dropped else 0)
+        if kept - self.dropped < floor:
+            kept = self.dropped = 0
         self.tokens = list(prompt)
         self.prompt_length = len(prompt)
-        self.hold(kept)
+        self.hold(kept - self.dropped)
         return kept
 
 
 @dataclass(frozen=True)
 class ParkedState:
-    """What a DecodeState held for ``tokens``: keys, values, hidden states."""
+    """
+    What a DecodeState held for ``tokens``: keys, values, hidden states.
+
+    dropped: positions evicted before; mark: the cache's.
+    """
 
     tokens: list[int]
     tensors: list[Tensor]
+    dropped: int = 0
+    mark: int = 0
 
     @property
     def bytes(self) -> int:
         """Bytes of it."""
         return sum(tensor.nbytes for tensor in self.tensors)
+
+
+@dataclass(frozen=True)
+class Eviction:
+    """
+    How room is made: with ``limit`` positions held, ``stride`` go, behind the first ``sinks``.
+
+    turn: brings keys to where they stand then.
+    """
+
+    limit: int
+    sinks: int
+    stride: int
+    turn: Turn
 
 
 @dataclass(frozen=True)
@@ -264,17 +279,20 @@ class Proposal:
 
     tokens: a chain. ``probs`` [len(tokens), V] float32, or None for one-hot (a
     greedy draft, an n-gram): verification uses that q and nothing else.
-    branches: alternatives to tokens of the chain, (d, token): it stands where
-    token d does, and nothing is drafted after it.
+    branches: what stands beside the chain, (row, token) -> probability of being
+    right: the token follows row ``row`` of those to verify (0: the last committed
+    token, then the chain, then the branches in their order). A draft's own are
+    alternatives to tokens of its chain, which nothing is drafted after.
     """
 
     tokens: list[int]
     probs: Tensor | None = None
-    branches: Sequence[tuple[int, int]] = ()
+    branches: Mapping[tuple[int, int], float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, choices: Sequence[tuple[int, Tensor | None]],
-           branches: Sequence[tuple[int, int]] = ()) -> Proposal:
+           branches: Mapping[tuple[int, int], float] | None = None) -> Proposal:
         """Put together what ``DecodeState.choose`` returned, token by token, and branches."""
         rows = [q for _, q in choices if q is not None]
-        return cls([token for token, _ in choices], torch.stack(rows) if rows else None, branches)
+        return cls([token for token, _ in choices], torch.stack(rows) if rows else None,
+                   branches or {})

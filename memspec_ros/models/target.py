@@ -11,7 +11,7 @@ layers.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 import json
 import math
@@ -23,11 +23,14 @@ from torch import Tensor
 from .errors import BundleError, UnsupportedModelError
 from .gptq import GptqCheckpoint, GptqSettings
 from .gptq_library import installed_library, load_with_library
-from .llama import LayerWeights, Llama, LlamaConfig, SUPPORTED_MODEL_TYPES
+from .int8_cache import Int8KVCache
+from .kv_cache import KVCache, RollbackCache
+from .kv_options import KVOptions
+from .llama import Llama, LlamaConfig, SUPPORTED_MODEL_TYPES
 from .offload import Offload, place_layers, StreamedLayers
-from .packing import dense, ROUNDED_GROUP
-from .quantized import has_int4, int4_bytes, int8_bytes, kernel_group, Matrix
-from .state import DecodeState, KVCache
+from .packing import dense, prefers_half, ROUNDED_GROUP
+from .quantized import has_int4, int4_bytes, int8_bytes, kernel_group
+from .state import DecodeState, Eviction
 from .transformers_lm import build_skeleton, decoder_layers, TransformersLM
 from .tree import depths_of, parents_of, tree_mask
 from .weights import Checkpoint
@@ -71,14 +74,26 @@ class Target(ABC):
         stops: further depths at which a pass can pause, and go on from there.
         """
 
+    def new_lossy_state(self, kv: KVOptions, context: int, rows: int,
+                        depths: frozenset[int] = frozenset()) -> DecodeState:
+        """
+        Allocate for ``context`` positions of which old ones are kept as ``kv`` says.
+
+        rows: most that run beyond them at once. Raises UnsupportedModelError where the
+        target can do no such thing, InvalidRequestError where it does not fit the context.
+        """
+        raise UnsupportedModelError(
+            f'keys and values ({kv}) can be rounded or evicted on the lean path only '
+            f'({", ".join(SUPPORTED_MODEL_TYPES)}); set kv.int8_after and kv.window to 0')
+
     @abstractmethod
     def forward(self, state: DecodeState, tokens: list[int], last_only: bool = False,
-                branches: Sequence[tuple[int, int]] = ()) -> Tensor:
+                branches: Collection[tuple[int, int]] = ()) -> Tensor:
         """
         Run tokens after the committed positions; logits [T, V] (or [1, V]) in float32.
 
         The last ``len(branches)`` tokens are those of a proposal's branches, for a
-        target that ``verifies_trees``: each sees what stands before its place.
+        target that ``verifies_trees``: each sees the row it follows and what that one sees.
 
         Writes keys, values and hidden states of the new positions, but does not
         commit them: the caller decides with ``state.hold`` how many stay.
@@ -116,24 +131,36 @@ class LlamaTarget(Target):
         if model.head is not model.embedding:
             self.weight_bytes += model.head.nbytes
         # Layers of one model can differ, and matrices of one layer, by what kernels take.
-        self.weight_kinds = tuple(sorted({
-            matrix.kind if isinstance(matrix, Matrix) else _name(matrix.dtype)
-            for layer in model.held_layers
-            for matrix in (getattr(layer, name) for name in LayerWeights.MATRICES)}))
+        self.weight_kinds = tuple(sorted(set().union(
+            *(layer.kinds for layer in model.held_layers))))
 
     def new_state(self, capacity: int, depths: frozenset[int] = frozenset(),
                   stops: frozenset[int] = frozenset()) -> DecodeState:
+        return self._state(KVCache, capacity, depths, stops=stops)
+
+    def new_lossy_state(self, kv: KVOptions, context: int, rows: int,
+                        depths: frozenset[int] = frozenset()) -> DecodeState:
+        limit, eviction, cache = kv.positions(context), None, KVCache
+        if kv.int8_after:
+            cache = partial(Int8KVCache, recent=kv.int8_after, sinks=kv.sinks, spare=rows)
+        if kv.evicts:
+            eviction = Eviction(limit, kv.sinks, kv.stride(context), self.model.rope.turn_back)
+        return self._state(cache, limit + rows, depths, eviction)
+
+    def _state(self, cache: Callable[..., KVCache], capacity: int, depths: frozenset[int],
+               eviction: Eviction | None = None,
+               stops: frozenset[int] = frozenset()) -> DecodeState:
         config = self.model.config
         for depth in depths | stops:
             if not 0 < depth <= self.layers:
                 raise UnsupportedModelError(
                     f'hidden states after layer {depth}: the target has {self.layers} layers')
-        kv = KVCache(config.layers, config.kv_heads, capacity, config.head_dim,
-                     self.model.attention_dtype, self.device, depths | stops)
+        kv = cache(config.layers, config.kv_heads, capacity, config.head_dim,
+                   self.model.attention_dtype, self.device, depths | stops)
         hidden = {depth: torch.zeros(capacity, config.hidden_size, dtype=self.dtype,
                                      device=self.device)
                   for depth in depths | {self.layers}}
-        return DecodeState(kv, hidden, capacity)
+        return DecodeState(kv, hidden, capacity, eviction)
 
     def close(self) -> None:
         if isinstance(self.model.layers, StreamedLayers):
@@ -141,14 +168,14 @@ class LlamaTarget(Target):
 
     @torch.inference_mode()
     def forward(self, state: DecodeState, tokens: list[int], last_only: bool = False,
-                branches: Sequence[tuple[int, int]] = ()) -> Tensor:
+                branches: Collection[tuple[int, int]] = ()) -> Tensor:
         x = self.run_to(state, tokens, self.layers, branches)
         state.ahead, state.passing = [], {}
         return self.model.logits(x[-1:] if last_only else x)
 
     @torch.inference_mode()
     def run_to(self, state: DecodeState, tokens: list[int], depth: int,
-               branches: Sequence[tuple[int, int]] = ()) -> Tensor:
+               branches: Collection[tuple[int, int]] = ()) -> Tensor:
         """
         Run tokens after the committed positions through the lowest ``depth`` layers; [T, H].
 
@@ -171,9 +198,10 @@ class LlamaTarget(Target):
             done = min(kv.lengths[group] - start, known)
             if first < depth and done < len(tokens):
                 x = (state.passing[first][done:] if first else
-                     self.model.embed(torch.tensor(tokens[done:], device=self.device)))[None]
+                     self.model.embed(torch.tensor(tokens[done:], device=self.device))
+                     .to(self.model.stream_dtype))[None]
                 x = self.model.run_layers(
-                    x, first, last, kv.keys, kv.values, start + done,
+                    x, first, last, kv, start + done,
                     rope and tuple(table[:, done:] for table in rope),
                     None if mask is None else mask[done:])[0]
                 if last in state.hidden:
@@ -187,12 +215,12 @@ class LlamaTarget(Target):
     def step_bytes(self, state: DecodeState) -> int:
         model = self.model
         table = 0 if model.head is model.embedding else model.embedding.nbytes
-        return self.weight_bytes - table + state.kv.position_bytes * state.held
+        return self.weight_bytes - table + state.kv.read_bytes(state.held)
 
     def lower_bytes(self, state: DecodeState, depth: int) -> int:
         """Bytes that ``run_lower`` reads: the lowest ``depth`` layers, their keys and values."""
         return (sum(layer.bytes for layer in self.model.held_layers[:depth])
-                + state.kv.position_bytes * state.held * depth // self.layers)
+                + state.kv.read_bytes(state.held) * depth // self.layers)
 
     @torch.inference_mode()
     def run_lower(self, state: DecodeState, token: int, position: int, depth: int) -> Tensor:
@@ -205,13 +233,14 @@ class LlamaTarget(Target):
         x = self.model.embed(torch.tensor([[token]], device=self.device))
         state.ahead, state.passing = [], {}
         kv = state.kv
-        x = self.model.run_layers(x, 0, depth, kv.keys, kv.values, position)
+        x = x.to(self.model.stream_dtype)
+        x = self.model.run_layers(x, 0, depth, kv, position)
         for group in kv.groups_below(depth):
             kv.set_length(position + 1, group)
-        return x
+        return x.to(self.dtype)
 
 
-class _RollbackOnly:
+class _RollbackOnly(RollbackCache):
     """What DecodeState needs of a cache, served by a TransformersLM."""
 
     def __init__(self, lm: TransformersLM):
@@ -313,21 +342,27 @@ def open_weights(path: Path) -> Checkpoint | GptqCheckpoint:
 def stored_bytes(path: Path, dtype: torch.dtype, device: torch.device,
                  weights: str = 'auto') -> int:
     """Bytes that the weights of ``path`` take once loaded, computed from shapes alone."""
-    total = 0
+    total, vectors, plain = 0, 0, True
     with open_weights(path) as checkpoint:
         for name in checkpoint:
             shape = checkpoint.shape(name)
             size = math.prod(shape) * dtype.itemsize
-            if '.layers.' in name and len(shape) == 2:
+            if len(shape) == 1:
+                vectors += math.prod(shape)
+            elif '.layers.' in name:
                 group = (checkpoint.int4_group(name) if isinstance(checkpoint, GptqCheckpoint)
                          else kernel_group(shape[1], ROUNDED_GROUP) if weights == 'int4'
                          else None)
                 if weights == 'int8':
-                    size = int8_bytes(*shape)
+                    size, plain = int8_bytes(*shape), False
                 elif (group is not None and weights != 'dense'
                       and has_int4(device, dtype, shape[0])):
-                    size = int4_bytes(*shape, group, dtype)
+                    size, plain = int4_bytes(*shape, group, dtype), False
             total += size
+    if (plain and weights == 'auto' and prefers_half(dtype, device)
+            and read_config(path).get('model_type') in SUPPORTED_MODEL_TYPES):
+        # Matrices that are multiplied in float32 have their vectors in it.
+        total += vectors * (torch.float32.itemsize - dtype.itemsize)
     return total
 
 

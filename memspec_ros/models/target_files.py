@@ -12,17 +12,10 @@ import tempfile
 import zipfile
 
 from .bundle import Bundle
+from .cache import cache_directory
 from .convert import converted_gguf, Progress
 from .errors import BundleError
 from .weights import file_sha256
-
-
-def cache_directory() -> Path:
-    """Where downloads and conversions are kept: $MEMSPEC_CACHE, or ~/.cache/memspec_ros."""
-    if own := os.environ.get('MEMSPEC_CACHE'):
-        return Path(own).expanduser()
-    base = os.environ.get('XDG_CACHE_HOME') or '~/.cache'
-    return Path(base).expanduser() / 'memspec_ros'
 
 
 def locate_target(bundle: Bundle, progress: Progress | None = None) -> Path:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from .errors import BundleError
-from .reading import CHUNK_BYTES, drop_pages, new_slot, read_file, Slot
+from .reading import advise_random, CHUNK_BYTES, drop_pages, new_slot, read_file, Slot
 
 _DTYPES = {
     'F64': torch.float64, 'F32': torch.float32, 'F16': torch.float16, 'BF16': torch.bfloat16,
@@ -107,21 +107,27 @@ class Checkpoint(Mapping):
         self._files = []
 
     def __getitem__(self, name: str) -> Tensor:
+        shape = self._entries[name][3]['shape']
+        return self.values_of(name, 0, math.prod(shape)).view(shape)
+
+    def values_of(self, name: str, first: int, count: int) -> Tensor:
+        """``count`` values of a tensor from the ``first`` on: [count]."""
         path, file, base, entry = self._entries[name]
-        first, last = entry['data_offsets']
-        buffer = torch.empty(last - first, dtype=torch.uint8)
+        dtype = _DTYPES[entry['dtype']]
+        buffer = torch.empty(count * dtype.itemsize, dtype=torch.uint8)
         view = memoryview(buffer.numpy())
+        start = entry['data_offsets'][0] + first * dtype.itemsize
         try:
-            file.seek(base + first)
+            file.seek(base + start)
             done = 0
             while done < len(view):
-                count = file.readinto(view[done:done + CHUNK_BYTES])
-                if not count:
+                read = file.readinto(view[done:done + CHUNK_BYTES])
+                if not read:
                     raise BundleError(f'{path}: ended within tensor {name}')
-                done += count
+                done += read
         except OSError as error:
             raise BundleError(f'{path}: {error.strerror or error}') from error
-        return buffer.view(_DTYPES[entry['dtype']]).view(entry['shape'])
+        return buffer.view(dtype)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
@@ -132,6 +138,12 @@ class Checkpoint(Mapping):
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, without reading it."""
         return tuple(self._entries[name][3]['shape'])
+
+    def table(self, name: str, dtype: torch.dtype) -> StoredTable:
+        """A matrix that stays in its file; see StoredTable."""
+        path, _, base, entry = self._entries[name]
+        return StoredTable(path, base + entry['data_offsets'][0], tuple(entry['shape']),
+                           _DTYPES[entry['dtype']], dtype)
 
     @property
     def elements(self) -> int:
@@ -159,6 +171,50 @@ class Checkpoint(Mapping):
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             self.close()
             raise BundleError(f'{path}: not a whole safetensors file ({error})') from error
+
+
+class StoredTable:
+    """
+    A matrix [N, H] that stays in its file, and gives rows in ``dtype``.
+
+    For an embedding, of which a step needs a row or a few. Rows are read, not
+    mapped: a file that shrinks is an error with a name, where a mapping would end
+    the process. What was read stays in the page cache as long as there is room.
+
+    Attributes
+    ----------
+    nbytes: bytes in memory: 0
+
+    """
+
+    nbytes = 0
+    device = torch.device('cpu')
+
+    def __init__(self, path: Path, offset: int, shape: tuple[int, int], stored: torch.dtype,
+                 dtype: torch.dtype):
+        self.shape, self.dtype = shape, dtype
+        self._path, self._offset, self._stored = path, offset, stored
+        self._row_bytes = shape[1] * stored.itemsize
+        try:
+            self._file = path.open('rb', buffering=0)
+        except OSError as error:
+            raise BundleError(f'{path}: {error.strerror or error}') from error
+        advise_random(self._file.fileno())
+
+    def rows(self, ids: Sequence[int]) -> Tensor:
+        """Rows ``ids``: [len(ids), H]. Raises IndexError, and BundleError naming the file."""
+        buffer = torch.empty(len(ids), self._row_bytes, dtype=torch.uint8)
+        for row, token in zip(buffer.numpy(), ids):
+            if not 0 <= token < self.shape[0]:
+                raise IndexError(f'row {token} of a table of {self.shape[0]}')
+            try:
+                count = os.preadv(self._file.fileno(), [row],
+                                  self._offset + token * self._row_bytes)
+            except OSError as error:
+                raise BundleError(f'{self._path}: {error.strerror or error}') from error
+            if count != self._row_bytes:
+                raise BundleError(f'{self._path}: it has become shorter since it was opened')
+        return buffer.view(self._stored).to(self.dtype)
 
 
 def read_metadata(path: Path) -> dict[str, str]:

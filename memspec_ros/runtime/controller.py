@@ -19,9 +19,9 @@ from ..decoding.engine import CATCH_UP_ROWS, DraftFailure, Engine
 from ..decoding.output import OutputStream
 from ..decoding.stats import GenerationStats, StepRecord
 from ..decoding.verification import agreement
-from ..models.drafts import Drafter
-from ..models.state import Branching
 from ..models.tokenizer import Tokenizer
+from .drafting import Drafting, Way
+from .memory_guard import Limits
 from .policies import Plan, Policy
 from .ranking import Acceptance, RankingContext
 from .requests import Chunk, Finish, PreparedRequest
@@ -33,8 +33,6 @@ _LOG = logging.getLogger(__name__)
 RECENT_TOKENS = 32
 # Iterations kept for windowed figures.
 KEPT_STEPS = 1024
-# Shorter repetitions are chance: two tokens in a row are often followed by another third.
-LEAST_MATCH = 3
 # Who waits for a load looks at cancellation and deadline this often, in seconds.
 _WAIT_SLICE_SEC = 0.02
 
@@ -48,7 +46,9 @@ class Settings:
     copy: where the last tokens stood in the text before, copy what followed
     instead of drafting, if that promises more tokens per second. self_speculation:
     while no draft is READY that had to be loaded, the target drafts for itself, if
-    the bundle says how and it pays. verification: how
+    the bundle says how and it pays. merge: verify what a
+    second draft proposes, or what would be copied, in one tree with what the active
+    draft does, likewise. verification: how
     drafted tokens of a request that samples are judged (decoding.sampler). min_confidence:
     a draft less sure of its next token than that proposes no more.
     wait_for_first_load: decode only when the first draft is there, as in the paper
@@ -60,6 +60,7 @@ class Settings:
     speculate: bool = True
     copy: bool = True
     self_speculation: bool = False
+    merge: bool = False
     verification: str = 'coupled'
     min_confidence: float = 0.0
     wait_for_first_load: bool = False
@@ -78,11 +79,11 @@ class _Turn:
     loads_before: int
     evictions_before: int
     plan: Plan | None = None
+    # Iterations that came before the intervals began: one that ends a prefill.
+    opened: int = 0
     active: str = ''
     previous: str = ''
     warming: str = ''
-    # A copier that was not asked this time, and what it would have said.
-    overheard: tuple[str, list[int]] | None = None
     # What other drafts proposed (Plan.probe), and after how many output tokens.
     probes: dict[str, list[int]] = field(default_factory=dict)
     probed_at: int = 0
@@ -97,7 +98,8 @@ class Controller:
     """
     Answers one request at a time over an Engine and a Residency.
 
-    Used by one thread; ``settings`` may be changed by others.
+    Used by one thread; ``settings`` may be changed by others, and ``limits`` be replaced:
+    what memory allows at present, below what the settings ask for.
     """
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, residency: Residency,
@@ -110,6 +112,8 @@ class Controller:
         self.draft_length = draft_length
         self.settings = settings
         self.stop_ids = stop_ids
+        self.limits = Limits()
+        self.drafting = Drafting(engine, residency)
         self.sessions = SessionStore()
         # Whose conversation the engine's buffers hold.
         self._session = ''
@@ -165,6 +169,20 @@ class Controller:
             self.active = self.desired = ''
         yield self._last(turn, finish, message, Chunk(seq, '', []))
 
+    @property
+    def capacity(self) -> int:
+        """K in force."""
+        return min(self.settings.cache_capacity, self.limits.drafts)
+
+    def settle(self) -> None:
+        """
+        Between requests: bring the drafts down to what the limits allow.
+
+        Where no request is taken the last one goes too: nobody would be served by it.
+        """
+        self.residency.poll()
+        self.residency.set_capacity(self.capacity if self.limits.requests else 0)
+
     def reset(self) -> None:
         """Forget drafts and conversations: the next request starts cold."""
         self.residency.clear()
@@ -199,22 +217,25 @@ class Controller:
         state, before = self.engine.state, self._session
         # Taken first: its room is free for the one that goes.
         parked = self.sessions.take(session) if session else None
-        if before and state.held and self.sessions.make_room(state.held_bytes):
+        if (before and state.held and self.limits.sessions
+                and self.sessions.make_room(state.held_bytes)):
             self.sessions.put(before, state.park())
         self._session = session
         if parked is not None:
             common = state.resume(parked)
             for drafter in self.residency.drafters():
                 drafter.restart(common)
+                drafter.dropped = state.dropped
 
     def _prefill(self, turn: _Turn) -> Finish | None:
         """Run the prompt while the first draft loads; None when ready to decode."""
         self.engine.use(replace(turn.request.sampling, stop_ids=self.stop_ids),
                         self.settings.verification, self.settings.min_confidence)
-        chunks = self.engine.prefill(turn.request.prompt_ids)
-        turn.stats.cached_tokens = kept = next(chunks)
+        # Who talks waits for the first token.
+        chunks = self.engine.prefill(turn.request.prompt_ids, opening=bool(turn.request.session))
+        turn.stats.cached_tokens = next(chunks)
         for drafter in self.residency.drafters():
-            drafter.restart(kept)
+            drafter.begin(self.engine.state)
         finish = self._interruption(turn)
         while finish is None and next(chunks, None) is not None:
             self.residency.poll()
@@ -231,18 +252,21 @@ class Controller:
         turn.t_predict = turn.t_warm = turn.t_wait = 0.0
         loaded = self.residency.poll()
         interval = self.policy.interval or max(1, self.settings.scheduling_interval)
-        at_boundary = turn.stats.iterations % interval == 0
+        opening = self.engine.opening
+        turn.opened += opening
+        at_boundary = not opening and (turn.stats.iterations - turn.opened) % interval == 0
         if at_boundary or (loaded and not self.residency.is_ready(turn.active)):
             self._schedule(turn, first=False)
         self._warm(turn)
-        draft, drafter, gamma = self._drafting(turn)
+        way = Way('', None, 0) if opening else self._way(turn)
+        draft, drafter, gamma = way.draft, way.drafter, way.gamma
         # A draft that is still catching up was not asked, and has not failed to answer.
         cold = drafter is not None and drafter.lag(self.engine.state) > CATCH_UP_ROWS
         limit = turn.request.max_new_tokens - len(turn.output.token_ids)
         stop_ids = frozenset() if turn.request.ignore_eos else self.stop_ids
         try:
-            branching = self._branching(draft, gamma)
-            tokens, step = self.engine.step(drafter, gamma, limit, stop_ids, branching)
+            tokens, step = self.engine.step(drafter, gamma, limit, stop_ids, way.branching,
+                                            way.second)
         except DraftFailure as failure:
             self._give_up(turn, draft, str(failure))
             drafter = None
@@ -260,45 +284,29 @@ class Controller:
         if drafter is not None and min(gamma, limit - 1) > 0 and not (
                 cold or copied or drafter.bridges):
             turn.context.acceptance.setdefault(step.draft, Acceptance()).add(step)
-        self.draft_length.observe(step)
-        if turn.overheard is not None:
-            self.draft_length.overhear(*turn.overheard, tokens)
-        if step.draft_error:
-            self._give_up(turn, step.draft, step.draft_error)
+        if not opening:
+            self.drafting.learn(self.draft_length, way, step, tokens)
+        for failed, reason in ((step.draft, step.draft_error),
+                               (way.second and way.second.id, step.second_error)):
+            if reason:
+                self._give_up(turn, failed, reason)
         text, taken = turn.output.add(tokens)
         # A stop string within the block: what comes after it was never part of the answer.
         step.emitted, step.accepted = taken, min(step.accepted, taken)
+        step.second_accepted = min(step.second_accepted, taken)
         self.policy.observe(step)
         chunk = Chunk(seq, text, tokens[:taken], step.draft if step.drafted else '', step=step)
         return step, chunk
 
-    def _drafting(self, turn: _Turn) -> tuple[str, Drafter | None, int]:
-        """
-        Who drafts this iteration, and how much: the active draft, or one that copies.
-
-        Slot-free drafts are always there, so that one of them may step in
-        wherever the text repeats itself, whatever the policy has chosen.
-        """
-        turn.overheard = None
+    def _way(self, turn: _Turn) -> Way:
+        """Who drafts this iteration, and how much."""
         if not self.settings.speculate:
-            return '', None, 0
-        draft, drafter = turn.active, self.residency.drafter(turn.active)
-        gamma = self.draft_length.choose(draft) if drafter is not None else 0
-        bridge = self._bridge(draft)
-        if bridge is not None and (count := self.draft_length.choose(bridge)):
-            draft, drafter, gamma = bridge, self.residency.drafter(bridge), count
-        for copier in self.residency.slot_free if self.settings.copy else ():
-            copying = self.residency.drafter(copier)
-            if (copier == draft or copying is None or not copying.copies
-                    or copying.match(self.engine.state) < LEAST_MATCH):
-                continue
-            count = self.draft_length.choose(copier)
-            if self.draft_length.speed(copier, count) > self.draft_length.speed(draft, gamma):
-                return copier, copying, count
-            turn.overheard = (copier, copying.propose(
-                self.engine.state, self.draft_length.max_gamma).tokens)
-            break
-        return draft, drafter, gamma
+            return Way('', None, 0)
+        way = self.drafting.choose(self.draft_length, turn.active, turn.plan.preferred,
+                                   self.settings.copy, self.settings.merge,
+                                   self._bridge(turn.active))
+        limit = self.limits.gamma
+        return way.within(limit) if limit < self.engine.max_gamma else way
 
     def _bridge(self, active: str) -> str | None:
         """The draft that stands in while none is there that had to be loaded."""
@@ -310,22 +318,16 @@ class Controller:
                      if (drafter := self.residency.drafter(draft)) is not None
                      and drafter.bridges), None)
 
-    def _branching(self, draft: str, gamma: int) -> Branching | None:
-        """Whether and how a draft may name alternatives to what it proposes."""
-        most = self.engine.max_branches
-        if not most or not gamma:
-            return None
-        adaptive = self.draft_length.adaptive
-        return Branching(most, self.draft_length.worth_of_row(draft, gamma) if adaptive else 0.0)
-
     def _schedule(self, turn: _Turn, first: bool) -> None:
         """Interval boundary: rank (Algorithm 1), steer residency (2), choose the draft (3)."""
         start, waited = self.clock(), turn.t_wait
         self._judge_probes(turn)
+        if self.policy.judges and self.settings.speculate and turn.output.token_ids:
+            self._judge(turn)
         self._look(turn, first)
         turn.plan = plan = self._plan(turn)
-        if self.settings.cache_capacity != self.residency.capacity:
-            self.residency.set_capacity(self.settings.cache_capacity, turn.active or None)
+        if self.capacity != self.residency.capacity:
+            self.residency.set_capacity(self.capacity, turn.active or None)
         if self.settings.speculate:
             self._replace_only_resident(turn, plan)
             self.residency.update(plan.ranked, turn.active or None, plan.working_set,
@@ -381,6 +383,21 @@ class Controller:
                 self.residency.update(plan.ranked, turn.active or None, plan.working_set,
                                       plan.prefetch)
         turn.t_wait += self.clock() - start
+
+    def _judge(self, turn: _Turn) -> None:
+        """Hold every READY draft against what was emitted since it was last asked."""
+        for draft in self.residency.ready:
+            drafter = self.residency.drafter(draft)
+            if not drafter.judges:
+                continue
+            try:
+                # The active one catches up anyway, as it drafts.
+                right, count = self.engine.judge(drafter, catch_up=draft != turn.active)
+            except DraftFailure as failure:
+                self.residency.fail(draft, str(failure))
+                continue
+            if count:
+                self.policy.judged(draft, right, count)
 
     def _probe(self, turn: _Turn, plan: Plan) -> None:
         """Ask the READY drafts that are not to draft, for a policy that compares them all."""

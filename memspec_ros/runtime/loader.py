@@ -60,6 +60,9 @@ class Loader(Protocol):
         While decoding, only for a policy that asks for it (Plan.wait).
         """
 
+    def give_back(self) -> None:
+        """Return memory that is kept for the next load to the system."""
+
     def close(self) -> None:
         """End the background work."""
 
@@ -118,6 +121,9 @@ class ThreadLoader:
 
     def cancel(self) -> None:
         self._cancel.set()
+
+    def give_back(self) -> None:
+        self._store.give_back()
 
     def close(self) -> None:
         self._cancel.set()

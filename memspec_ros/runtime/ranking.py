@@ -203,6 +203,7 @@ def make_ranker(spec: RankerSpec, drafts: Sequence[DraftSpec], bundle: Bundle | 
                           f'{", ".join(RANKERS)}')
     if spec.kind == 'domain_words':
         return DomainWordsRanker(drafts, spec.options)
+    prior = None if spec.prior is None else make_ranker(spec.prior, drafts)
     # Here, since trained rankers are built from what this file defines.
     from .trained_ranking import open_ranker
-    return open_ranker(bundle, target, drafts)
+    return open_ranker(bundle, target, drafts, prior)

@@ -94,13 +94,14 @@ class Chunk:
 
 
 def prepare(request: GenerationRequest, tokenizer: Tokenizer, context: int,
-            now: float) -> PreparedRequest:
+            now: float, evicts: bool = False) -> PreparedRequest:
     """
     Check and tokenise a request before any work is done for it.
 
     ``context``: most tokens of prompt and output together; ``now``: the clock at
-    acceptance. Raises InvalidRequestError naming the field, ContextOverflowError
-    with both numbers.
+    acceptance. Where old positions are evicted (``evicts``), answers and what was said
+    before may be longer than that, and only what is said now has to fit it. Raises
+    InvalidRequestError naming the field, ContextOverflowError with both numbers.
     """
     if not request.prompt.strip():
         raise InvalidRequestError('prompt is empty')
@@ -117,17 +118,25 @@ def prepare(request: GenerationRequest, tokenizer: Tokenizer, context: int,
     sampling = request.sampling.checked(tokenizer.size)
     if not sampling.seed and not sampling.greedy:
         sampling = replace(sampling, seed=1 + secrets.randbelow(LARGEST_SEED))
-    messages = [{'role': 'system', 'content': request.system_prompt}] * bool(request.system_prompt)
-    messages += [{'role': role, 'content': text} for role, text in request.history]
-    messages.append({'role': 'user', 'content': request.prompt})
-    characters = sum(len(message['content']) for message in messages)
+    system = [{'role': 'system', 'content': request.system_prompt}] * bool(request.system_prompt)
+    earlier = [{'role': role, 'content': text} for role, text in request.history]
+    said = [{'role': 'user', 'content': request.prompt}]
+    messages = [*system, *earlier, *said]
+    characters = sum(len(message['content'])
+                     for message in ([*system, *said] if evicts else messages))
     if characters > context * _MOST_CHARACTERS_PER_TOKEN:
         raise ContextOverflowError(
             f'the prompt has {characters} characters; the context holds {context} tokens')
     prompt_ids = tokenizer.encode_chat(messages)
     if not prompt_ids:
         raise InvalidRequestError('the prompt has no tokens')
-    if len(prompt_ids) + request.max_new_tokens > context:
+    if evicts:
+        if len(prompt_ids) > context and (
+                count := len(tokenizer.encode_chat([*system, *said]))) > context:
+            raise ContextOverflowError(
+                f'prompt of {count} tokens does not fit the context of {context}; shorten it or '
+                'raise context.max_tokens')
+    elif len(prompt_ids) + request.max_new_tokens > context:
         raise ContextOverflowError(
             f'prompt of {len(prompt_ids)} tokens and {request.max_new_tokens} new ones do not '
             f'fit the context of {context}; shorten the prompt, lower max_new_tokens or raise '

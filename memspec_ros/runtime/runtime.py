@@ -18,6 +18,8 @@ from ..memory.footprint import draft_bytes
 from ..models.bundle import Bundle, load_bundle
 from ..models.drafts import KINDS
 from ..models.errors import BundleError, InvalidRequestError
+from ..models.fingerprint import strangers
+from ..models.kv_options import KVOptions
 from ..models.offload import Offload
 from ..models.target import load_target, read_config, Target
 from ..models.target_files import cache_directory, locate_target
@@ -45,7 +47,8 @@ class RuntimeOptions:
     max_gamma 0 switches speculation off. max_branches: alternatives to drafted
     tokens verified beside them. threads 0 leaves PyTorch's choice.
     layers_mib: most memory for the target's layers, the others are read in
-    every pass; 0 keeps all. storage: how draft files, and such layers, are read.
+    every pass; 0 keeps all. kv: how keys and values of old positions are kept.
+    storage: how draft files, and such layers, are read.
     """
 
     device: str = 'auto'
@@ -61,6 +64,7 @@ class RuntimeOptions:
     generic_target: bool = False
     threads: int = 0
     layers_mib: float = 0.0
+    kv: KVOptions = KVOptions()
     settings: Settings = field(default_factory=Settings)
     storage: StorageLimits = StorageLimits()
 
@@ -157,13 +161,15 @@ class Runtime:
                               f'{tokenizer.size}: they do not belong together')
         options.context = min(options.context, target.max_positions)
         tell('preparing the drafts', 0.8)
-        capacity = options.context + options.max_gamma + 1
+        capacity = options.kv.positions(options.context) + options.max_gamma + 1
         kinds = {spec.id: (KINDS[spec.kind](spec, bundle, target, capacity), spec.bytes)
-                 for spec in bundle.drafting} if options.max_gamma else {}
+                 for spec in bundle.drafting
+                 if options.kv.exact or spec is not bundle.self_speculation
+                 } if options.max_gamma else {}
         depths, stops = (frozenset().union(*(getattr(kind, name) for kind, _ in kinds.values()))
                          for name in ('depths', 'stops'))
         engine = Engine(target, options.context, options.max_gamma, depths, clock,
-                        options.max_branches if options.max_gamma else 0, stops)
+                        options.max_branches if options.max_gamma else 0, options.kv, stops)
         if store is None:
             store = file_store(bundle, device, options.storage)
         drafts = [spec for spec in bundle.drafts if spec.id in kinds]
@@ -197,7 +203,12 @@ class Runtime:
     def prepare(self, request: GenerationRequest, session: str = '') -> PreparedRequest:
         """Check and tokenise a request of ``session``; raises InvalidRequestError."""
         return replace(prepare(request, self.tokenizer, self.options.context,
-                               self.controller.clock()), session=session)
+                               self.controller.clock(), self.options.kv.evicts), session=session)
+
+    def give_back(self) -> None:
+        """Return memory that nothing uses at present to the system; any thread."""
+        self._loader.give_back()
+        allocator.trim()
 
     def close(self) -> None:
         """End the loader thread and let go of all weights."""
@@ -234,11 +245,16 @@ def offload_of(options: RuntimeOptions) -> Offload | None:
 
 
 def file_store(bundle: Bundle, device: torch.device, limits: StorageLimits) -> Store:
-    """The bundle's weight files, read into slots on ``device`` at the pace of ``limits``."""
+    """
+    The bundle's weight files, read into slots on ``device`` at the pace of ``limits``.
+
+    Drafts made for another target fail to load, with that as the reason.
+    """
     files = {spec.id: (bundle.weight_file(spec), spec.sha256)
              for spec in bundle.drafts if spec.path}
     largest = max((spec.bytes for spec in bundle.drafts if spec.path), default=0)
-    return limits.limit(FileStore(files, slots_for(device, largest), limits.cold))
+    return limits.limit(FileStore(files, slots_for(device, largest), limits.cold,
+                                  strangers(bundle)))
 
 
 def stop_ids_of(directory: Path, tokenizer: Tokenizer) -> frozenset[int]:

@@ -10,6 +10,7 @@ files pass through two pinned chunks on a stream of their own.
 from __future__ import annotations
 
 from collections import deque
+import contextlib
 import mmap
 import weakref
 
@@ -45,6 +46,12 @@ class SlotPool:
     def free(self) -> int:
         """Slots that hold nothing."""
         return len(self._free)
+
+    def give_back(self) -> None:
+        """Return the memory of free slots to the system (any thread); the next load takes anew."""
+        with contextlib.suppress(IndexError):
+            while True:
+                self._free.pop()
 
     def __call__(self, size: int) -> Slot:
         """A slot for a file of ``size`` bytes."""
@@ -122,6 +129,6 @@ class _DeviceSlot:
         return self._buffer
 
 
-def slots_for(device: torch.device, slot_bytes: int):
+def slots_for(device: torch.device, slot_bytes: int) -> SlotPool | DeviceStaging:
     """What makes slots on ``device``, each for a file of at most ``slot_bytes``."""
     return DeviceStaging(device) if device.type == 'cuda' else SlotPool(slot_bytes)

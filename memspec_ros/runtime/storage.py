@@ -22,6 +22,7 @@ from torch import Tensor
 from ..models.errors import BundleError, InvalidRequestError
 from ..models.reading import cached_bytes, drop_pages, LoadCancelled, new_slot, Slot
 from ..models.weights import read_tensors
+from .slots import SlotPool
 
 _LOG = logging.getLogger(__name__)
 # Who is paced looks at cancellation this often, in seconds.
@@ -35,26 +36,52 @@ class Store(Protocol):
              cancelled: Callable[[], bool]) -> Mapping[str, Tensor]:
         """Read all bytes of ``draft``; raises to say why not."""
 
+    def give_back(self) -> None:
+        """Return memory that is kept for the next read to the system; any thread may ask."""
+
 
 class FileStore:
     """
     Weight files of a bundle: draft id -> (file, sha256).
 
     slot: makes the memory that a file of so many bytes is read into. cold: each
-    read is one from the storage itself, whatever the page cache holds.
+    read is one from the storage itself, whatever the page cache holds. refused:
+    draft id -> why it is not to be used, whatever its file holds. A file with
+    values that are no numbers is refused too: such a draft would propose
+    nonsense without a word.
     """
 
     def __init__(self, files: Mapping[str, tuple[Path, str | None]],
-                 slot: Callable[[int], Slot] = new_slot, cold: bool = False):
+                 slot: Callable[[int], Slot] = new_slot, cold: bool = False,
+                 refused: Mapping[str, str] | None = None):
         self._files = dict(files)
         self._slot = slot
         self._cold = cold
+        self._refused = dict(refused or {})
 
     def read(self, draft, progress, cancelled):
+        if draft in self._refused:
+            raise BundleError(self._refused[draft])
         path, sha256 = self._files[draft]
         if self._cold:
             drop_from_cache(path)
-        return read_tensors(path, sha256, progress, cancelled, self._slot)
+        tensors = read_tensors(path, sha256, progress, cancelled, self._slot)
+        check_numbers(path, tensors)
+        return tensors
+
+    def give_back(self):
+        if isinstance(self._slot, SlotPool):
+            self._slot.give_back()
+
+
+def check_numbers(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Raise BundleError naming the first tensor with a value that is infinite or no number."""
+    for name, tensor in tensors.items():
+        # Both are the same as the value that is none, if there is one; nothing is copied.
+        if tensor.is_floating_point() and tensor.numel() and not all(
+                math.isfinite(value) for value in tensor.aminmax()):
+            raise BundleError(f'{path}: {name} holds values that are no numbers: fetch or distil '
+                              'the draft again')
 
 
 def drop_from_cache(path: Path) -> None:
@@ -156,3 +183,6 @@ class PacedStore:
 
         paced(0)
         return self.inner.read(draft, paced, cancelled)
+
+    def give_back(self):
+        self.inner.give_back()

@@ -6,7 +6,8 @@ Both kinds have a small head over two vectors, the prompt's and the recent
 output's. ``bert``: those of a frozen sentence encoder, as in the paper.
 ``hidden``: the target's own hidden states, which cost nothing more: the one at
 the first boundary after the prefill stands for the prompt, the latest one for
-the recent output.
+the recent output. Before there is any, a ``prior`` that reads the prompt's words
+says which draft to load.
 """
 
 from __future__ import annotations
@@ -33,26 +34,36 @@ class TrainedRanker(Ranker):
     """
     Predicts each draft's acceptance.
 
-    Drafts the head was not trained with (a prompt lookup, say) keep the mean of
-    the manifest's figures.
+    ``prior`` is believed where the head has nothing to look at yet. Drafts the
+    head was not trained with (a prompt lookup, say) keep its figures, or without
+    one the mean of the manifest's.
     """
 
     def __init__(self, head: RankingHead, drafts: Sequence[DraftSpec],
-                 encoder: SentenceEncoder | None = None):
+                 encoder: SentenceEncoder | None = None, prior: Ranker | None = None):
         self.head = head
         self._drafts = list(drafts)
         self._encoder = encoder
+        self._prior = prior
         self._prompt: Tensor | None = None
 
     def begin(self, context: RankingContext) -> None:
         self._prompt = None
+        if self._prior is not None:
+            self._prior.begin(context)
         if self._encoder is not None:
             self._prompt = self._encoder.encode([context.prompt_text], PROMPT_TOKENS)[0]
 
     def expected(self, context: RankingContext) -> list[tuple[str, float]]:
+        if self._prior is None:
+            predicted = self.predicted(context)
+            return [(spec.id, predicted.get(spec.id, _manifest_acceptance(spec)))
+                    for spec in self._drafts]
+        prior = self._prior.expected(context)
+        if self._encoder is None and context.hidden is None:
+            return prior
         predicted = self.predicted(context)
-        return [(spec.id, predicted.get(spec.id, _manifest_acceptance(spec)))
-                for spec in self._drafts]
+        return [(draft, predicted.get(draft, before)) for draft, before in prior]
 
     def predicted(self, context: RankingContext) -> dict[str, float]:
         """Acceptance per judged token that the head expects, by draft."""
@@ -82,9 +93,10 @@ def acceptance_of(tokens: float, gamma: int) -> float:
     return (low + high) / 2
 
 
-def open_ranker(bundle: Bundle, target: Target, drafts: Sequence[DraftSpec]) -> TrainedRanker:
+def open_ranker(bundle: Bundle, target: Target, drafts: Sequence[DraftSpec],
+                prior: Ranker | None = None) -> TrainedRanker:
     """
-    The bundle's trained ranker for ``drafts``.
+    The bundle's trained ranker for ``drafts``; ``prior``: that of its manifest entry.
 
     Raises BundleError where the head was made for another target, other drafts
     or another kind, or its encoder was not fetched; UnsupportedModelError for a
@@ -103,14 +115,15 @@ def open_ranker(bundle: Bundle, target: Target, drafts: Sequence[DraftSpec]) -> 
     if spec.kind == 'bert':
         if head.about.get('encoder') != WEIGHTS_SHA256:
             raise BundleError(f'ranker: {path} was trained with another encoder')
-        return TrainedRanker(head, drafts, SentenceEncoder(locate_encoder(), target.device))
+        return TrainedRanker(head, drafts, SentenceEncoder(locate_encoder(), target.device),
+                             prior)
     if head.width != target.hidden_size:
         raise BundleError(f'ranker: {path} was made for hidden states of {head.width} numbers, '
                           f'this target has {target.hidden_size}')
     if not target.hidden_before_norm:
         raise UnsupportedModelError('ranker: the hidden states of this target cannot be had '
                                     'before its final norm; use a ranker of another kind')
-    return TrainedRanker(head, drafts)
+    return TrainedRanker(head, drafts, prior=prior)
 
 
 def _manifest_acceptance(spec: DraftSpec) -> float:

@@ -84,6 +84,7 @@ class GenerationWorker:
         self._running: Job | None = None
         self._ended: OrderedDict[str, Job] = OrderedDict()
         self._served: Counter[str] = Counter()
+        self._errand: Callable[[], None] | None = None
         self._closing = False
         self.last_progress = self._clock()
         self._thread = threading.Thread(target=self._run, name='memspec-worker', daemon=True)
@@ -141,6 +142,16 @@ class GenerationWorker:
             self._forget_old()
             return self._find(job_id)
 
+    def between(self, work: Callable[[], None]) -> None:
+        """
+        Have ``work`` done on the worker's thread before the next job, at once where none runs.
+
+        Work that has not begun yet is replaced.
+        """
+        with self._changed:
+            self._errand = work
+            self._changed.notify_all()
+
     def drain(self, timeout: float | None = None) -> bool:
         """Cancel everything and wait until all have got their last chunk."""
         self.cancel('')
@@ -193,8 +204,11 @@ class GenerationWorker:
 
     def _run(self) -> None:
         while True:
+            self._run_errand()
             with self._changed:
-                self._changed.wait_for(lambda: self._closing or self._waiting)
+                self._changed.wait_for(lambda: self._closing or self._waiting or self._errand)
+                if self._errand is not None:
+                    continue
                 if self._closing and not self._waiting:
                     return
                 job = self._running = self._take()
@@ -216,6 +230,15 @@ class GenerationWorker:
             with self._changed:
                 self._running = None
                 self._changed.notify_all()
+
+    def _run_errand(self) -> None:
+        with self._changed:
+            work, self._errand = self._errand, None
+        if work is not None:
+            try:
+                work()
+            except Exception:  # noqa: BLE001 (an errand's fault is no request's)
+                self._log(traceback.format_exc())
 
     def _end(self, job: Job, finish: Finish, message: str) -> None:
         """End a job that the controller has not ended."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from ..models.bundle import Bundle, FORMAT, MANIFEST_NAME
+from ..models.bundle import Bundle, FORMAT, MANIFEST_NAME, RankerSpec
 from ..models.drafts.prompt_lookup import PromptLookupDrafter
 from ..models.state import DecodeState
 from ..models.weights import file_sha256
@@ -74,14 +74,18 @@ def write_ranker(directory: Path, head: Path, kind: str) -> None:
     """
     Have the bundle of ``directory`` use the ranker in file ``head``, which is copied into it.
 
-    The manifest is written anew: comments in it are lost.
+    The words it went by before become the prior of the new ranker. The manifest
+    is written anew: comments in it are lost.
     """
     path = directory / MANIFEST_NAME
     manifest = yaml.safe_load(path.read_text(encoding='utf-8'))
     target = directory / head.name
     if target.resolve() != head.resolve():
         shutil.copyfile(head, target)
-    manifest['ranker'] = {'kind': kind, 'path': head.name, 'sha256': file_sha256(target)}
+    before = manifest.get('ranker', {})
+    prior = before.get('prior') if 'path' in before else before
+    manifest['ranker'] = {'kind': kind, 'path': head.name, 'sha256': file_sha256(target),
+                          **({'prior': prior} if prior else {})}
     _write(path, manifest)
 
 
@@ -100,9 +104,7 @@ def write_bundle(directory: Path, source: Bundle, head: Path,
         'target': _target(source),
         'shared_head': {'path': head.name, 'sha256': file_sha256(head)},
         'drafts': [*map(dict, drafts), _lookup_entry(lookup or {})],
-        # A trained head ranks the drafts it was trained with, not these.
-        'ranker': ({'kind': 'domain_words'} if source.ranker.path is not None else
-                   {'kind': source.ranker.kind, **source.ranker.options}),
+        'ranker': _untrained(source.ranker),
     }
     if source.tokenizer is not None:
         manifest['tokenizer'] = {'path': str((source.directory / source.tokenizer).resolve())}
@@ -135,6 +137,13 @@ def _exits(directory: Path, source: Bundle) -> dict[str, Any] | None:
         shutil.copyfile(file, directory / file.name)
         entry.update(path=file.name, sha256=spec.sha256, bytes=spec.bytes)
     return entry
+
+
+def _untrained(ranker: RankerSpec) -> dict[str, Any]:
+    """A ranker for new drafts: a trained head ranks those it was trained with, not these."""
+    if ranker.path is not None:
+        ranker = ranker.prior or RankerSpec('domain_words')
+    return {'kind': ranker.kind, **ranker.options}
 
 
 def _lookup_entry(acceptance: Mapping[str, float]) -> dict[str, Any]:

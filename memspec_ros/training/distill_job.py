@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..models.bundle import load_bundle, MANIFEST_NAME, SELF_ID
 from ..models.errors import InvalidRequestError, MemSpecError
+from ..models.fingerprint import target_fingerprint, TARGET_KEY
 from ..models.llama import Llama, LlamaConfig
 from ..models.target import open_weights, read_config
 from ..models.target_files import locate_target
@@ -321,6 +322,7 @@ class DistillJob:
             top.load(mean(start, top.export()))
         scores = self._scores(top, held)
         save_draft(path, top, {
+            TARGET_KEY: target_fingerprint(self.bundle.target_path),
             'kind': self.shape.kind, 'domain': name, 'options': json.dumps(self.shape.options),
             'epochs': str(options.epochs), 'steps': str(training.steps),
             'seed': str(options.seed), 'learning_rate': str(options.learning_rate),

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ..models.errors import MemSpecError
+from ..models.kv_cache import KVBuffers
 from ..models.llama import Llama
 
 
@@ -158,8 +159,8 @@ def generate_batch(target: Llama, prompts: list[list[int]], max_new_tokens: int,
     pad = torch.tensor([longest - len(p) for p in prompts], device=device)
     tokens = torch.tensor([[0] * (longest - len(p)) + p for p in prompts], device=device)
     shape = (config.layers, len(prompts), config.kv_heads, capacity, config.head_dim)
-    keys = torch.zeros(shape, dtype=target.attention_dtype, device=device)
-    values = torch.zeros_like(keys)
+    cache = KVBuffers(*(torch.zeros(shape, dtype=target.attention_dtype, device=device)
+                        for _ in range(2)))
     rows = list(range(len(prompts)))
     ended: set[int] = set()
     outputs: list[list[int]] = [[] for _ in prompts]
@@ -172,8 +173,8 @@ def generate_batch(target: Llama, prompts: list[list[int]], max_new_tokens: int,
         mask = _padded_mask(steps, end, pad)
         hidden, seen = target.embed(tokens), {}
         for first, last in zip(edges, edges[1:]):
-            hidden = seen[last] = target.run_layers(hidden, first, last, keys, values, start,
-                                                    rope, mask)
+            hidden = seen[last] = target.run_layers(hidden, first, last, cache, start, rope,
+                                                    mask)
         logits = target.logits(hidden[:, -1])
         if observer:
             observer.see(rows, [max(0, int(p) - start) for p in pad], seen, logits)
@@ -190,7 +191,7 @@ def generate_batch(target: Llama, prompts: list[list[int]], max_new_tokens: int,
         # Copying the cache costs; do it only when a quarter of the rows has ended.
         if not going or len(going) <= 0.75 * len(rows):
             kept = torch.tensor(going, dtype=torch.long, device=device)
-            keys, values = keys[:, kept], values[:, kept]
+            cache = KVBuffers(cache.keys[:, kept], cache.values[:, kept])
             pad, chosen = pad[kept], chosen[kept]
             rows = [rows[i] for i in going]
         tokens = chosen[:, None]

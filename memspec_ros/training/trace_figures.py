@@ -82,6 +82,29 @@ def tree_accepted(ranks: np.ndarray, tree: Collection[Path]) -> np.ndarray:
     return accepted
 
 
+def merged_accepted(ranks: np.ndarray, copied: np.ndarray, tree: Sequence[Path],
+                    tokens: int) -> np.ndarray:
+    """
+    Tokens accepted [T] of one tree of ``tree``'s best nodes and ``tokens`` of a copying draft.
+
+    ranks, copied [T, gamma]: of the draft and of the one that copies. ``tree``, best
+    node first, gives up one node for each copied token.
+    """
+    return np.maximum(tree_accepted(ranks, tree[:max(0, TREE_ROWS - 1 - tokens)]),
+                      chain_accepted(copied, tokens))
+
+
+def choose_share(traces: Sequence[tuple[np.ndarray, np.ndarray]], tree: Sequence[Path]) -> int:
+    """
+    How many of a tree's tokens are best left to a draft that copies.
+
+    traces: ranks of the draft and of the one that copies [T, gamma]. The fewest
+    iterations decide, then the fewest such tokens.
+    """
+    return min(range(TREE_ROWS), key=lambda tokens: sum(
+        iterations(merged_accepted(*ranks, tree, tokens)) for ranks in traces))
+
+
 def iterations(accepted: Sequence[int]) -> int:
     """
     Iterations that emit a whole output, where ``accepted[t]`` would be accepted at t.
@@ -114,7 +137,7 @@ class _Sums:
                 for domain in sorted(self._sums)}
 
 
-def measure(header: TraceHeader, traces: Iterable[Trace]) -> dict:
+def measure(header: TraceHeader, traces: Iterable[Trace], copiers: Collection[str] = ()) -> dict:
     """
     Figures of ``traces`` by domain and draft, as plain data.
 
@@ -123,6 +146,9 @@ def measure(header: TraceHeader, traces: Iterable[Trace]) -> dict:
     with the best tree of TREE_ROWS rows. The tree for prompts of even key is
     chosen on those of odd key and the other way round, over all domains; None
     where the other half is empty. trees: both, for each draft.
+    merged_tree_tokens_per_iteration: of drafts not among ``copiers``, with a tree
+    of as many rows in which some stand for the first copier's chain; how many
+    (copied_tokens) is chosen on the other half, too. Empty without a copier.
     """
     by_draft: dict[str, list[tuple[str, int, np.ndarray]]] = {d: [] for d in header.drafts}
     prompts: dict[str, int] = defaultdict(int)
@@ -131,7 +157,9 @@ def measure(header: TraceHeader, traces: Iterable[Trace]) -> dict:
         for draft, ranks in zip(header.drafts, trace.ranks):
             by_draft[draft].append((trace.domain, int(trace.key, 16) % 2, ranks))
     chain_tokens = min(CHAIN_TOKENS, header.gamma)
-    agreement, chains, with_trees, trees = _Sums(), _Sums(), _Sums(), {}
+    agreement, chains, with_trees, merged, trees = _Sums(), _Sums(), _Sums(), _Sums(), {}
+    copied = next((by_draft[draft] for draft in header.drafts if draft in copiers), None)
+    shares = {}
     for draft, rows in by_draft.items():
         # By the half it is for.
         chosen = [choose_tree([ranks for _, other, ranks in rows if other != half])
@@ -143,11 +171,22 @@ def measure(header: TraceHeader, traces: Iterable[Trace]) -> dict:
             chains.add(domain, draft, len(ranks), iterations(chain_accepted(ranks, chain_tokens)))
             with_trees.add(domain, draft, len(ranks),
                            iterations(tree_accepted(ranks, chosen[half])) if both else 0)
+        if copied is None or draft in copiers:
+            continue
+        pairs = [(domain, half, (ranks, other)) for (domain, half, ranks), (_, _, other)
+                 in zip(rows, copied)]
+        share = [choose_share([pair for _, other, pair in pairs if other != half], chosen[half])
+                 for half in (0, 1)]
+        shares[draft] = {'even': share[0], 'odd': share[1]}
+        for domain, half, pair in pairs:
+            merged.add(domain, draft, len(pair[0]), iterations(
+                merged_accepted(*pair, chosen[half], share[half])) if both else 0)
     return {'bundle': header.bundle, 'dtype': header.dtype, 'gamma': header.gamma,
             'max_new_tokens': header.max_new_tokens, 'chain_tokens': chain_tokens,
             'tree_rows': TREE_ROWS, 'prompts': dict(sorted(prompts.items())),
             'agreement': agreement.ratios(), 'tokens_per_iteration': chains.ratios(),
             'tree_tokens_per_iteration': with_trees.ratios(),
+            'merged_tree_tokens_per_iteration': merged.ratios(), 'copied_tokens': shares,
             'trees': {draft: {half: [list(path) for path in tree]
                               for half, tree in pair.items()} for draft, pair in trees.items()}}
 
@@ -160,6 +199,9 @@ def format_tables(figures: dict) -> str:
             f'tokens per iteration, chain of {figures["chain_tokens"]} drafted tokens',
         'tree_tokens_per_iteration':
             f'tokens per iteration, tree of {figures["tree_rows"]} rows (chosen on other prompts)'}
+    if figures['copied_tokens']:
+        titles['merged_tree_tokens_per_iteration'] = (
+            'the same, some of the rows being what the text before says')
     return '\n\n'.join(f'{title}\n{_table(figures[name], figures["prompts"])}'
                        for name, title in titles.items())
 

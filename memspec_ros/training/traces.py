@@ -101,6 +101,10 @@ class Tracer:
             file = bundle.weight_file(spec)
             self._drafts.append((KINDS[spec.kind](spec, bundle, target, capacity + gamma + 1),
                                  {} if file is None else read_tensors(file, spec.sha256)))
+        # Drafts that copy from the text before; made of nothing, they are asked themselves.
+        self.copiers = frozenset(
+            spec.id for spec, (kind, tensors) in zip(bundle.drafts, self._drafts)
+            if kind.slot_free and kind.attach(tensors).copies)
         depths = frozenset().union(*(kind.depths for kind, _ in self._drafts))
         self._state = target.new_state(capacity, depths | {target.layers})
 

@@ -14,7 +14,7 @@ import numpy
 import torch
 
 from ...models.errors import InvalidRequestError
-from ..race import processor
+from ...models.kernel_choice import processor
 from .base import Result, Suite
 from .comparison import Bench
 from .drawing import draw

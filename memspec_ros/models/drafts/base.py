@@ -26,15 +26,19 @@ class Drafter(ABC):
     positions the cache covers (``cached``), and catches up before it proposes.
     A lag of at most ``rows_with_proposal`` it makes up while it proposes. One
     that ``copies`` knows by ``match`` where it is of use, and says nothing elsewhere.
-    One that ``bridges`` is for when none that was loaded is there.
+    One that ``bridges`` is for when none that was loaded is there. One
+    that ``judges`` can say how it would have done where it did not draft.
+    ``dropped``: how many of the state's evicted positions it has let go of.
     """
 
     rows_with_proposal = 0
     copies = False
     bridges = False
+    judges = False
 
     def __init__(self) -> None:
         self.cached = 0
+        self.dropped = 0
 
     @abstractmethod
     def propose(self, state: DecodeState, gamma: int) -> Proposal:
@@ -68,9 +72,40 @@ class Drafter(ABC):
     def catch_up(self, state: DecodeState, limit: int) -> None:
         """Bring the cache up to date with at most ``limit`` committed positions."""
 
+    def judge(self, state: DecodeState) -> tuple[int, int]:
+        """
+        (right, judged) of the answer's tokens that it has read since it was last asked.
+
+        Right is a token that was its first choice after the true ones before it. It
+        runs nothing that it has not run: tokens that it lags behind are not judged
+        yet. (0, 0) for drafts that do not judge.
+        """
+        return 0, 0
+
+    def begin(self, state: DecodeState) -> None:
+        """Begin the prompt that ``state`` has begun, with what it has kept."""
+        self.restart(state.held)
+        self.dropped = state.dropped
+
+    def follow(self, state: DecodeState) -> None:
+        """Let go of the positions that ``state`` has evicted since the last call."""
+        if self.dropped != state.dropped:
+            self.cached = self.evict(state.eviction.sinks, state.dropped - self.dropped)
+            self.dropped = state.dropped
+
+    def evict(self, first: int, count: int) -> int:
+        """
+        Let go of ``count`` positions from ``first`` on: those behind move up.
+
+        Returns how many positions the cache covers then. By default what stood
+        behind them is caught up with again.
+        """
+        return min(self.cached, first)
+
     def restart(self, kept: int) -> None:
-        """Begin a new prompt that shares its first ``kept`` positions with the last."""
+        """Begin a new prompt, none of it evicted, that shares its first ``kept`` positions."""
         self.cached = min(self.cached, kept)
+        self.dropped = 0
 
 
 class DraftKind(ABC):

@@ -31,20 +31,22 @@ class CausalLMDrafter(Drafter):
         self._drafted = 0
 
     def lag(self, state: DecodeState) -> int:
-        return max(0, len(state.tokens) - 1 - self.cached)
+        self.follow(state)
+        return max(0, state.last - self.cached)
 
     def catch_up(self, state: DecodeState, limit: int) -> None:
         count = min(limit, self.lag(state))
         if count and self.cached + count <= self.lm.cache.capacity:
-            self._feed(state.tokens[self.cached:self.cached + count])
+            self._feed(state.read(self.cached, self.cached + count))
             self.cached += count
 
     def propose(self, state: DecodeState, gamma: int) -> Proposal:
         # A draft whose own context has ended proposes nothing; decoding goes on without it.
-        gamma = min(gamma, self.lm.cache.capacity - len(state.tokens))
-        if gamma <= 0 or self.lag(state):
+        lag = self.lag(state)
+        gamma = min(gamma, self.lm.cache.capacity - state.last - 1)
+        if gamma <= 0 or lag:
             return Proposal([])
-        feed, tokens, choices, views = state.tokens[self.cached:], [], [], []
+        feed, tokens, choices, views = state.tokens[-1:], [], [], []
         while len(tokens) < gamma:
             # Rows of a padded vocabulary beyond the real ids are no tokens.
             views.append(self._feed(feed)[-1][:self.vocab_size])
@@ -58,16 +60,22 @@ class CausalLMDrafter(Drafter):
         return Proposal.of(choices, choose_branches(views, tokens, None, state.branching))
 
     def step_bytes(self, state: DecodeState) -> int:
-        return self.lm.step_bytes(len(state.tokens))
+        return self.lm.step_bytes(state.last + 1)
 
     def update(self, state: DecodeState, accepted: int) -> None:
         # Fed were the last committed token and all drafted ones but the last.
         if self._drafted:
             self.cached += 1 + min(accepted, self._drafted - 1)
             # A block cut at a stop token ends with an accepted one, which is yet to be run.
-            self.cached = min(self.cached, len(state.tokens) - 1)
+            self.cached = min(self.cached, state.last)
             self._drafted = 0
         self.lm.set_length(self.cached)
+
+    def evict(self, first: int, count: int) -> int:
+        # How a model of transformers turns its keys is its own affair: it reads them again.
+        kept = super().evict(first, count)
+        self.lm.set_length(kept)
+        return kept
 
     def restart(self, kept: int) -> None:
         super().restart(kept)

@@ -129,7 +129,7 @@ class FeatureDrafter(SharedLayersDrafter):
         if self.depth:
             x = super()._committed(state, end)
         else:
-            x = self._embed(state, self.cached, state.tokens[self.cached:end])
+            x = self._embed(state, self.cached, state.read(self.cached, end))
         return x + self._features(state, self.cached, end)
 
     def _embed(self, state: DecodeState, position: int, tokens: list[int]) -> Tensor:

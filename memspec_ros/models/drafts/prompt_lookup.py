@@ -30,6 +30,9 @@ class PromptLookupDrafter(Drafter):
         self.sizes = tuple(sorted(sizes, reverse=True))
         self._follows: dict[tuple[int, ...], int] = {}
 
+    def evict(self, first: int, count: int) -> int:
+        return self.cached  # it reads the text, all of which stays
+
     def restart(self, kept: int) -> None:
         # Entries are overwritten by later occurrences and cannot be undone one by one.
         self._follows.clear()

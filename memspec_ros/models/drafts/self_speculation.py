@@ -74,6 +74,7 @@ class Exit:
 
     def logits(self, x: Tensor, further: Tensor | None = None) -> Tensor:
         """Hidden states [..., H] -> logits [..., V and rows of ``further``]."""
+        x = x.to(self.norm.dtype)
         if self.adapter is not None:
             x = self.adapter(x, self.eps)
         normed = F.rms_norm(x, x.shape[-1:], self.norm, self.eps)
@@ -114,7 +115,7 @@ class SelfSpeculationDrafter(Drafter):
         if self.vocabulary is not None:
             self.vocabulary.follow(state.tokens)
             ids, rows = self.vocabulary.ids, list(self.vocabulary.further)
-            further = self.target.model.head[rows] if rows else None
+            further = self.target.model.head_rows(rows) if rows else None
         choices: list[tuple[int, Tensor | None]] = []
         while len(choices) < gamma:
             room = gamma - len(choices)

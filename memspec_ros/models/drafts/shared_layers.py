@@ -17,13 +17,17 @@ from torch import Tensor
 import torch.nn.functional as F
 
 from ..errors import BundleError, UnsupportedModelError
+from ..kv_cache import KVCache
 from ..llama import layer_shapes, LayerWeights, LlamaConfig, run_layers
 from ..packing import linear
-from ..state import DecodeState, KVCache, Proposal, TargetRun
+from ..state import DecodeState, Proposal, TargetRun
 from ..target import LlamaTarget
 from ..tree import choose_branches
 from .base import Drafter, DraftKind, rank_windows, token_ranks
 from .vocabulary import TextVocabulary
+
+# Rows kept to be judged: what is older says little of what follows.
+JUDGED_ROWS = 64
 
 
 class SharedLayersDrafter(Drafter):
@@ -36,6 +40,7 @@ class SharedLayersDrafter(Drafter):
 
     # What the last iteration committed runs in one pass with the first drafted token.
     rows_with_proposal = 16
+    judges = True
 
     def __init__(self, target: LlamaTarget, depth: int, layers: list[LayerWeights], norm: Tensor,
                  head: Tensor, vocabulary: TextVocabulary, capacity: int):
@@ -49,15 +54,28 @@ class SharedLayersDrafter(Drafter):
         config = target.model.config
         self.kv = KVCache(len(layers), config.kv_heads, capacity, config.head_dim,
                           target.model.attention_dtype, target.device)
+        # What the top made of the latest committed positions of the answer, not judged yet.
+        self._unjudged: list[Tensor] = []
 
     def lag(self, state: DecodeState) -> int:
+        self.follow(state)
         return max(0, state.held - self.cached)
+
+    @torch.inference_mode()
+    def evict(self, first: int, count: int) -> int:
+        if self.cached < first + count:
+            self._unjudged = []
+            return super().evict(first, count)
+        # Its own cache moves up as the target's does, instead of being built anew.
+        self.kv.drop(first, count, self.cached, self.target.model.rope.turn_back)
+        return self.cached - count
 
     @torch.inference_mode()
     def catch_up(self, state: DecodeState, limit: int) -> None:
         count = min(limit, self.lag(state))
         if count:
-            self._run_top(self._committed(state, self.cached + count), self.cached)
+            outputs = self._run_top(self._committed(state, self.cached + count), self.cached)
+            self._note(state, outputs[0])
             self.cached += count
 
     @torch.inference_mode()
@@ -72,7 +90,10 @@ class SharedLayersDrafter(Drafter):
             x = self._drafted(state, (tokens or state.tokens)[-1], position + step, top)
             if step == 0 and self.cached < position:
                 x = torch.cat([self._committed(state, position), x], dim=1)
-            top = self._run_top(x, position + step + 1 - x.shape[1])[:, -1:]
+            top = self._run_top(x, position + step + 1 - x.shape[1])
+            if step == 0:
+                self._note(state, top[0, :-1])
+            top = top[:, -1:]
             self.cached = position
             views.append(self.logits(top[0, -1], further))
             choice = state.choose(views[-1], tokens, self.vocabulary.ids)
@@ -84,6 +105,31 @@ class SharedLayersDrafter(Drafter):
             state.kv.set_length(position, group)
         return Proposal.of(choices, choose_branches(views, tokens, self.vocabulary.ids,
                                                     state.branching))
+
+    @torch.inference_mode()
+    def judge(self, state: DecodeState) -> tuple[int, int]:
+        if not self._unjudged:
+            return 0, 0
+        outputs, self._unjudged = torch.cat(self._unjudged), []
+        # The row of a position says which token stands at the next one.
+        first = self.cached + self.dropped + 1 - len(outputs)
+        best = self.logits_along(outputs, state.tokens, first).argmax(-1)
+        said = self.vocabulary.ids[best]  # of the vocabulary as the text has extended it by now
+        true = state.tokens[first:first + len(outputs)]
+        return sum(map(int.__eq__, said.tolist(), true)), len(outputs)
+
+    def restart(self, kept: int) -> None:
+        super().restart(kept)
+        self._unjudged = []
+
+    def _note(self, state: DecodeState, outputs: Tensor) -> None:
+        """Keep the top's outputs [T, H] of the positions from ``cached`` on, if of the answer."""
+        answered = self.cached + len(outputs) + self.dropped - (state.prompt_length - 1)
+        outputs = outputs[-min(answered, JUDGED_ROWS):] if answered > 0 else outputs[:0]
+        if len(outputs):
+            self._unjudged.append(outputs)
+            while sum(map(len, self._unjudged[1:])) >= JUDGED_ROWS:
+                self._unjudged.pop(0)
 
     def step_bytes(self, state: DecodeState) -> int:
         return (self.target.lower_bytes(state, self.depth)
@@ -102,13 +148,29 @@ class SharedLayersDrafter(Drafter):
     def further_rows(self) -> Tensor | None:
         """Rows of the target's head for what the text adds to the vocabulary, None for nothing."""
         ids = list(self.vocabulary.further)
-        return self.target.model.head[ids] if ids else None
+        return self.target.model.head_rows(ids) if ids else None
 
     def logits(self, top: Tensor, further: Tensor | None = None) -> Tensor:
         """The top's output [..., H], before its norm -> logits [..., trimmed V and further]."""
         normed = F.rms_norm(top, top.shape[-1:], self.norm, self.target.model.config.norm_eps)
         logits = linear(normed, self.head)
         return logits if further is None else torch.cat([logits, linear(normed, further)], -1)
+
+    def logits_along(self, outputs: Tensor, tokens: Sequence[int], first: int) -> Tensor:
+        """
+        Logits [N, trimmed V and further] of ``tokens[first:first + N]``, each after those before.
+
+        outputs [N, H]: the top's, of the position before each. A token that neither
+        the trimmed vocabulary nor the text before holds cannot be drafted.
+        """
+        self.vocabulary.follow(tokens)
+        logits = self.logits(outputs, self.further_rows())
+        since = list(self.vocabulary.further.values())
+        places = torch.arange(len(outputs), device=logits.device)[:, None] + first
+        later = torch.tensor(since, device=logits.device) >= places
+        known = logits.shape[1] - len(since)
+        logits[:, known:] = logits[:, known:].masked_fill(later, -torch.inf)
+        return logits
 
     def _drafted(self, state: DecodeState, token: int, position: int,
                  before: Tensor | None) -> Tensor:
@@ -127,7 +189,7 @@ class SharedLayersDrafter(Drafter):
     def _run_top(self, x: Tensor, start: int) -> Tensor:
         config = self.target.model.config
         rope = self.target.model.rope.at(start, x.shape[1])
-        return run_layers(config, self.layers, x, self.kv.keys, self.kv.values, start, rope)
+        return run_layers(config, self.layers, x, self.kv, start, rope)
 
 
 class SharedLayersKind(DraftKind):
@@ -196,14 +258,10 @@ class SharedLayersKind(DraftKind):
         be drafted, hence never ends up between where drafting began and where it
         is judged: the text before the judged token stands for that before the draft.
         """
-        drafter.vocabulary.follow(tokens)
-        logits = drafter.logits(outputs, drafter.further_rows())
+        logits = drafter.logits_along(outputs, tokens, first)
         trimmed = len(self._head_ids)
         since = drafter.vocabulary.further
         known = {token: trimmed + index for index, token in enumerate(since)}
-        places = torch.arange(len(outputs), device=logits.device)[:, None] + first
-        later = torch.tensor(list(since.values()), device=logits.device) >= places
-        logits[:, trimmed:] = logits[:, trimmed:].masked_fill(later, -torch.inf)
         wanted = [self._head_places.get(token, known[token] if since.get(token, place) < place
                                         else -1)
                   for place, token in enumerate(tokens[first:], first)]

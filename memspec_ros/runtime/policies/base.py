@@ -51,11 +51,13 @@ class Policy(ABC):
     Decides at every interval boundary; told nothing of time or threads.
 
     interval: iterations between two plans, or None for the parameter
-    ``scheduling_interval``. What a policy has learned ends with the request:
+    ``scheduling_interval``. judges: before the next plan ``judged`` says how every READY
+    draft would have done since the last one. What a policy has learned ends with the request:
     ``begin`` forgets it.
     """
 
     interval: int | None = None
+    judges = False
 
     def begin(self, context: RankingContext) -> None:
         """A new request."""
@@ -78,3 +80,6 @@ class Policy(ABC):
         ``accepted`` of its first ``judged`` tokens were emitted later; at most
         the last of them was wrong.
         """
+
+    def judged(self, draft: str, right: int, count: int) -> None:
+        """See that ``right`` of ``count`` tokens emitted were the first choice of ``draft``."""
