@@ -265,8 +265,9 @@ def test_idle_conversations_take_no_more_than_the_budget_leaves(ros_bundle):
         memory.watch(SimpleNamespace(controller=controller), None)
         return controller.sessions
 
-    wide, narrow = room(1 << 16), room((1 << 16) - 1)
-    assert wide.room() - narrow.room() == 1 << 20
-    assert 0 < narrow.room() < 1 << 36
+    wide, narrow = room(1 << 16), room(1 << 15)
+    # What the libraries take is measured each time, and differs a little.
+    assert wide.room() - narrow.room() == pytest.approx(1 << 35, rel=0.01)
+    assert 0 < narrow.room() < 1 << 35
     assert narrow.make_room(narrow.room()) and not narrow.make_room(narrow.room() + 1)
     assert room(0).make_room(1 << 50)  # no budget: as long as memory is not short
