@@ -16,6 +16,7 @@ from memspec_ros.decoding.sampling import Prefix, Sampling, warp
 from memspec_ros.models.bundle import DraftSpec, load_bundle
 from memspec_ros.models.drafts import KINDS
 from memspec_ros.models.errors import BundleError, UnsupportedModelError
+from memspec_ros.models.kv_options import EXACT, KVOptions
 from memspec_ros.models.packing import dense
 from memspec_ros.models.target import load_target
 from memspec_ros.models.target_files import locate_target
@@ -435,6 +436,29 @@ def test_a_runtime_without_drafts_speculates(bundle_maker, exits, greedy):
         assert runtime.controller.residency.used_bytes() == 0
     finally:
         runtime.close()
+
+
+def test_where_old_positions_are_rounded_or_dropped_there_is_none(bundle_maker):
+    add_exits(bundle_maker, depth=1)
+    bundle = bundle_maker.write()
+    for kv, there in ((EXACT, ['self']), (KVOptions(int8_after=64), []),
+                      (KVOptions(window=64), [])):
+        runtime = Runtime.open(bundle, RuntimeOptions(
+            device='cpu', dtype='float32', context=256, threads=1, kv=kv,
+            settings=Settings(cache_capacity=0, self_speculation=True)))
+        try:
+            assert list(runtime.controller.residency.slot_free) == there
+            request = runtime.prepare(GenerationRequest(prompt='the robot', max_new_tokens=8))
+            assert list(runtime.controller.generate(request))[-1].finish is not None
+        finally:
+            runtime.close()
+
+
+def test_info_tells_of_the_exits(bundle_maker, capfd):
+    from memspec_ros.cli import main
+    add_exits(bundle_maker, depth=1, check=3)
+    assert main(['info', '--bundle', str(bundle_maker.write())]) == 0
+    assert 'exits   after 1 layers, checked after 3, 0.0 MB' in capfd.readouterr().out
 
 
 # --- the benchmark ---
