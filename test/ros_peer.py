@@ -368,8 +368,9 @@ class NodeUnderTest(RemoteNode):
         self.name = name or f'memspec_{next(_names)}'
         self.bundle = bundle
         super().__init__(peer, f'/{namespace}/{self.name}' if namespace else f'/{self.name}')
+        # Whether drafting pays for a tiny model is chance: it is to draft in any case.
         given = {'threads': 1, 'dtype': 'float32', 'context.max_tokens': CONTEXT,
-                 'bundle': str(bundle), **(yaml_parameters or {})}
+                 'draft.adaptive': False, 'bundle': str(bundle), **(yaml_parameters or {})}
         file = directory / f'{self.name}.yaml'
         file.write_text(yaml.safe_dump({'/**': {'ros__parameters': given}}))
         command = [sys.executable, '-m', 'memspec_ros.node', '--ros-args',

@@ -132,9 +132,9 @@ def test_generate_with_merged_drafts_says_the_same(bundle, capfd, greedy, monkey
     prompt = 'the robot picks up the red cube and the robot picks up the red cube and'
     outputs, told, choose = [], [], Drafting.choose
 
-    def listen(self, length, active, others, copy, merge):
+    def listen(self, length, active, others, copy, merge, *more):
         told.append(merge)
-        return choose(self, length, active, others, copy, merge)
+        return choose(self, length, active, others, copy, merge, *more)
 
     monkeypatch.setattr(Drafting, 'choose', listen)
     for more in ([], ['--merge'], ['--merge', '--temperature', '1', '--seed', '3'],

@@ -36,7 +36,7 @@ pytest_plugins = ['ros_fixtures']
 PLENTY, SHORT = 1 << 20, 200  # MiB
 CALM_SEC = 0.4
 # The running request lasts about so long: the way down takes 3 s.
-RUNNING_SEC = 10.0
+RUNNING_SEC = 6.0
 
 
 class System:
@@ -65,7 +65,7 @@ def short_node(system, start_node):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(ROOT_VARIABLE, str(system.root))
         node = start_node(yaml_parameters={
-            'cache_capacity': 3, 'draft.adaptive': False, 'memory.min_free_mib': 300,
+            'cache_capacity': 3, 'memory.min_free_mib': 300,
             'memory.recover_sec': CALM_SEC})
     yield node
     node.ended_cleanly()
@@ -123,7 +123,7 @@ def test_under_pressure_it_gives_up_in_order_and_recovers(watched, system):
         assert refused.status.code == Status.OUT_OF_MEMORY
         assert 'memory.min_free_mib' in refused.status.message
         assert not node.submit().accepted
-        ended = node.finished(running)
+        ended = node.finished(running, 20 * RUNNING_SEC)
         assert ended.status.code == Status.LENGTH and len(ended.token_ids) == length
         assert ended.token_ids[:200] == alone.token_ids
         # Nobody is served by the last draft either.
@@ -210,7 +210,7 @@ def test_a_process_that_takes_the_memory_in_mid_run(start_node, group):
         (group / 'cgroup.procs').write_text(str(process.pid))
 
     node = start_node(yaml_parameters={
-        'cache_capacity': 3, 'draft.adaptive': False, 'memory.min_free_mib': 300,
+        'cache_capacity': 3, 'memory.min_free_mib': 300,
         'memory.recover_sec': CALM_SEC})
     hog = None
     try:
@@ -248,7 +248,8 @@ def test_a_process_that_takes_the_memory_in_mid_run(start_node, group):
 def test_idle_conversations_take_no_more_than_the_budget_leaves(ros_bundle):
     value = {'memory.min_free_mib': 0, 'memory.stall_percent': 0.0, 'memory.recover_sec': 1.0,
              'memory.budget_mib': 1 << 16, 'weights': 'auto', 'context.max_tokens': 256,
-             'draft.max_tokens': 4, 'draft.max_branches': 4, 'cache_capacity': 1}
+             'draft.max_tokens': 4, 'draft.max_branches': 4, 'cache_capacity': 1,
+             'memory.layers_mib': 0.0}
     value = type('Values', (dict,), {'kv': KVOptions()})(value)
     node = SimpleNamespace(parameters=value, get_logger=lambda: logging.getLogger('test'),
                            create_timer=lambda *_, **__: None)

@@ -404,11 +404,7 @@ def test_turn_sent_before_the_last_one_ended_follows_it(active):
     assert [answer.text for answer in (first, second)] == [answer.text for answer in patient]
 
 
-def test_sessions_that_alternate_are_not_read_again(node):
-    node.bring_to('unconfigured')
-    node.set(**{'draft.adaptive': False})  # whether drafting pays for a tiny model is chance
-    node.bring_to('active')
-    active = node
+def test_sessions_that_alternate_are_not_read_again(active):
     first = {text: active.generate(text, session_id=text, max_new_tokens=30)
              for text in ('the robot', 'def add(a, b): return')}
     for text, before in first.items():
