@@ -91,7 +91,7 @@ def test_all_are_there_and_described(node):
 
 def test_defaults_in_force(start_node):
     node = start_node(yaml_parameters={})
-    given = {'threads', 'dtype', 'context.max_tokens', 'bundle'}  # by the tests
+    given = {'threads', 'dtype', 'context.max_tokens', 'draft.adaptive', 'bundle'}  # by the tests
     specs = [spec for spec in PARAMETERS if spec.name not in given]
     assert node.get(*(spec.name for spec in specs)) == [spec.default for spec in specs]
     node.kill()
