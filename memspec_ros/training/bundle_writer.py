@@ -70,6 +70,14 @@ def write_exits(directory: Path, file: Path, options: Mapping[str, Any], licence
     return path
 
 
+def copy_into(directory: Path, file: Path) -> Path:
+    """Copy a file into a directory, unless it lies there already; its path there."""
+    target = directory / file.name
+    if target.resolve() != file.resolve():
+        shutil.copyfile(file, target)
+    return target
+
+
 def write_ranker(directory: Path, head: Path, kind: str) -> None:
     """
     Have the bundle of ``directory`` use the ranker in file ``head``, which is copied into it.
@@ -79,9 +87,7 @@ def write_ranker(directory: Path, head: Path, kind: str) -> None:
     """
     path = directory / MANIFEST_NAME
     manifest = yaml.safe_load(path.read_text(encoding='utf-8'))
-    target = directory / head.name
-    if target.resolve() != head.resolve():
-        shutil.copyfile(head, target)
+    target = copy_into(directory, head)
     before = manifest.get('ranker', {})
     prior = before.get('prior') if 'path' in before else before
     manifest['ranker'] = {'kind': kind, 'path': head.name, 'sha256': file_sha256(target),

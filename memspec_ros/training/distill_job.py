@@ -346,12 +346,13 @@ class DistillJob:
         """What the draft ``name`` continues, as its file says it."""
         if not self.options.further:
             return BASE
-        return f'{draft_to_continue(self.bundle, name)[0]}, of which it is the mean'
+        return f'{draft_to_continue(self.bundle, name).id}, of which it is the mean'
 
     def start_of(self, domain: str) -> dict[str, Tensor]:
         """Tensors that the draft of a domain begins with."""
         if self.options.further:
-            return draft_to_continue(self.bundle, domain)[1]
+            spec = draft_to_continue(self.bundle, domain)
+            return read_draft(self.bundle.weight_file(spec))[0]
         return read_draft(self.path(BASE))[0]
 
     def _lessons(self, records: Iterable[OutputRecord], vocabulary: Sequence[int]) -> Lessons:

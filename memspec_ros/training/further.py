@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 from dataclasses import asdict
 from pathlib import Path
-import shutil
 from typing import Any
 
 import torch
@@ -20,8 +19,8 @@ from torch import Tensor
 
 from ..models.bundle import Bundle, DraftSpec
 from ..models.errors import BundleError
+from .bundle_writer import copy_into
 from .lessons import TopShape
-from .tops import read_draft
 
 KINDS = ('feature', 'shared_layers')
 
@@ -46,13 +45,13 @@ def _shape(spec: DraftSpec) -> TopShape:
                     tuple(options.get('features', ())))
 
 
-def draft_to_continue(bundle: Bundle, domain: str) -> tuple[str, dict[str, Tensor]]:
-    """Id and tensors of the domain's draft, for a new domain of the general one."""
+def draft_to_continue(bundle: Bundle, domain: str) -> DraftSpec:
+    """The domain's draft, for a new domain the general one."""
     specs = [spec for spec in bundle.drafts if spec.kind in KINDS]
     for wanted in (domain, 'general'):
         for spec in specs:
             if spec.domain == wanted:
-                return spec.id, read_draft(bundle.weight_file(spec))[0]
+                return spec
     raise BundleError(f'bundle {bundle.name!r} has neither a draft of domain {domain!r} nor a '
                       'general one to continue')
 
@@ -69,9 +68,6 @@ def carry_over(bundle: Bundle, directory: Path, made: Container[str]) -> list[di
     for spec in bundle.drafts:
         if spec.kind not in KINDS or spec.id in made:
             continue
-        source = bundle.weight_file(spec)
-        if source.resolve() != (directory / source.name).resolve():
-            shutil.copyfile(source, directory / source.name)
         entries.append({key: value for key, value in asdict(spec).items() if value})
-        entries[-1]['path'] = source.name
+        entries[-1]['path'] = copy_into(directory, bundle.weight_file(spec)).name
     return entries
