@@ -245,3 +245,32 @@ def prompts(tmp_path) -> Path:
              for domain, text in (('general', 'the robot'), ('code', 'def add'))]
     file.write_text(''.join(json.dumps(line) + '\n' for line in lines))
     return file
+
+
+@pytest.fixture(scope='module')
+def full_kinds(full_bundle, target):
+    """Draft kinds of ``full_bundle`` by id, on ``target`` and for 300 positions."""
+    from memspec_ros.models.bundle import load_bundle
+    from memspec_ros.models.drafts import KINDS
+    from memspec_ros.models.target_files import locate_target
+    bundle = load_bundle(full_bundle)
+    locate_target(bundle)
+    return {spec.id: KINDS[spec.kind](spec, bundle, target, 300) for spec in bundle.drafts}
+
+
+@pytest.fixture(scope='module')
+def engine(target, full_kinds):
+    """An engine that keeps what the drafts of ``full_bundle`` read; its clock stands still."""
+    from memspec_ros.decoding.engine import Engine
+    depths = frozenset().union(*(kind.depths for kind in full_kinds.values()))
+    return Engine(target, 200, 6, depths, lambda: 0.0, 4)
+
+
+@pytest.fixture(scope='module')
+def make_drafter(full_bundle, full_kinds):
+    """Make a drafter of ``full_bundle``, by its id."""
+    from memspec_ros.models.bundle import load_bundle
+    from memspec_ros.models.weights import read_tensors
+    bundle = load_bundle(full_bundle)
+    return lambda name: full_kinds[name].attach(
+        read_tensors(bundle.weight_file(bundle.draft(name))))

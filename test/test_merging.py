@@ -18,13 +18,9 @@ from memspec_ros.decoding.sampler import CoupledSampler
 from memspec_ros.decoding.sampling import Sampling
 from memspec_ros.decoding.stats import GenerationStats, StepRecord
 from memspec_ros.decoding.verification import descend
-from memspec_ros.models.bundle import load_bundle
-from memspec_ros.models.drafts import KINDS
 from memspec_ros.models.drafts.prompt_lookup import PromptLookupDrafter
 from memspec_ros.models.state import Branching, DecodeState, Proposal
-from memspec_ros.models.target_files import locate_target
 from memspec_ros.models.tree import depths_of, graft, parents_of
-from memspec_ros.models.weights import read_tensors
 
 LENGTH = 28
 EVERY = Branching(4)
@@ -111,31 +107,11 @@ def test_every_row_is_scored_as_if_its_path_were_all_there_is(target):
 
 # --- on a real target ---
 
-@pytest.fixture(scope='module')
-def bundle(full_bundle):
-    bundle = load_bundle(full_bundle)
-    locate_target(bundle)
-    return bundle
-
-
-@pytest.fixture(scope='module')
-def kinds(bundle, target):
-    return {spec.id: KINDS[spec.kind](spec, bundle, target, 300) for spec in bundle.drafts}
-
-
-@pytest.fixture(scope='module')
-def engine(target, kinds):
-    depths = frozenset().union(*(kind.depths for kind in kinds.values()))
-    return Engine(target, 200, 6, depths, lambda: 0.0, 4)
-
-
 @pytest.fixture
-def make_drafter(bundle, kinds):
+def make_drafter(make_drafter):
     def make(name):
-        if name == 'lookup':  # whatever was said before: random outputs seldom repeat more
-            return PromptLookupDrafter((1,))
-        file = bundle.weight_file(bundle.draft(name))
-        return kinds[name].attach(read_tensors(file))
+        # Whatever was said before: random outputs seldom repeat more.
+        return PromptLookupDrafter((1,)) if name == 'lookup' else make_drafter(name)
     return make
 
 

@@ -13,12 +13,8 @@ from memspec_ros.decoding.engine import Engine
 from memspec_ros.decoding.sampling import Sampling
 from memspec_ros.decoding.stats import StepRecord
 from memspec_ros.decoding.verification import descend
-from memspec_ros.models.bundle import load_bundle
-from memspec_ros.models.drafts import KINDS
 from memspec_ros.models.state import Branching, Proposal
-from memspec_ros.models.target_files import locate_target
 from memspec_ros.models.tree import choose_branches, depths_of, parents_of, tree_mask
-from memspec_ros.models.weights import read_tensors
 
 NAMES = ('near', 'far', 'top', 'noise', 'feature', 'embedded')
 EVERY = Branching(4)
@@ -118,29 +114,6 @@ def test_every_row_is_scored_as_if_its_path_were_all_there_is(target):
         torch.testing.assert_close(logits[row], alone[-1], atol=2e-4, rtol=1e-4)
         torch.testing.assert_close(hidden[row], state.hidden[2][state.held + len(path) - 1],
                                    atol=1e-4, rtol=1e-4)
-
-
-@pytest.fixture(scope='module')
-def bundle(full_bundle):
-    bundle = load_bundle(full_bundle)
-    locate_target(bundle)
-    return bundle
-
-
-@pytest.fixture(scope='module')
-def kinds(bundle, target):
-    return {spec.id: KINDS[spec.kind](spec, bundle, target, 300) for spec in bundle.drafts}
-
-
-@pytest.fixture(scope='module')
-def engine(target, kinds):
-    depths = frozenset().union(*(kind.depths for kind in kinds.values()))
-    return Engine(target, 200, 6, depths, FakeClock(), 4)
-
-
-@pytest.fixture
-def make_drafter(bundle, kinds):
-    return lambda name: kinds[name].attach(read_tensors(bundle.weight_file(bundle.draft(name))))
 
 
 def decode(engine, drafter, prompt, count, gamma, branching=EVERY):
