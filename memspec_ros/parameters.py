@@ -108,7 +108,7 @@ PARAMETERS: tuple[ParameterSpec, ...] = (
        choices=('auto', 'bfloat16', 'float16', 'float32')),
     _p('weights', 'auto', 'What the layers of the target are held as; auto = as its checkpoint '
        'has them, GPTQ in INT4: see docs/bundle.md.', CONFIGURE, choices=WEIGHT_KINDS),
-    _p('threads', 0, 'CPU threads of PyTorch; 0 = its own choice.', CONFIGURE, 0, 256),
+    _p('threads', 0, 'CPU threads; 0 = as many as are fastest, measured.', CONFIGURE, 0, 256),
     _p('cache_capacity', 2, 'K: most drafts in memory at a time. -1 = as many as '
        'memory.budget_mib and memory.min_free_mib allow.', LIVE, -1, 64),
     _p('scheduling_interval', 4, 'N: draft-verify iterations between rankings of the drafts.',

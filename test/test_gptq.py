@@ -12,7 +12,8 @@ import torch
 from memspec_ros.models.errors import MemSpecError
 from memspec_ros.models.gptq import GptqMatrix, pack_words, unpack
 from memspec_ros.models.gptq_library import installed_library
-from memspec_ros.models.llama import Llama, LlamaConfig
+from memspec_ros.models.llama import Llama
+from memspec_ros.models.llama_config import LlamaConfig
 from memspec_ros.models.packing import dense, linear, pack
 from memspec_ros.models.quantized import (
     has_int4,

@@ -9,14 +9,9 @@ import torch
 
 from memspec_ros.models.errors import UnsupportedModelError
 from memspec_ros.models.kv_cache import KVCache
-from memspec_ros.models.llama import (
-    attend,
-    causal_mask,
-    Llama,
-    LlamaConfig,
-    Rope,
-    run_layer_uncached,
-)
+from memspec_ros.models.layers import attend, causal_mask, Rope, run_layer_uncached
+from memspec_ros.models.llama import Llama
+from memspec_ros.models.llama_config import LlamaConfig
 from memspec_ros.models.packing import linear, pack
 from memspec_ros.models.target import load_target, read_config, TransformersTarget
 
@@ -263,7 +258,7 @@ def test_missing_tensors_are_named(target):
 
 @pytest.mark.parametrize('grouped_kernel', [True, False])
 def test_attention_equals_the_reference_kernel(monkeypatch, grouped_kernel):
-    monkeypatch.setattr('memspec_ros.models.llama._GROUPED_KERNEL', grouped_kernel)
+    monkeypatch.setattr('memspec_ros.models.layers.GROUPED_KERNEL', grouped_kernel)
     torch.manual_seed(0)
     for new, seen in ((1, 9), (4, 9), (9, 9)):
         query, key, value = (torch.randn(2, n, h, 8) for n, h in ((new, 6), (seen, 2), (seen, 2)))

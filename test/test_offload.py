@@ -14,7 +14,8 @@ from memspec_ros.memory.allocator import MIB
 from memspec_ros.memory.footprint import Demand, FootprintModel
 from memspec_ros.models.bundle import load_bundle
 from memspec_ros.models.errors import BundleError, UnsupportedModelError
-from memspec_ros.models.llama import LlamaConfig
+from memspec_ros.models.layer_stack import LayerStack
+from memspec_ros.models.llama_config import LlamaConfig
 from memspec_ros.models.offload import layer_bytes, LayerStream, Offload
 from memspec_ros.models.target import load_target, read_config
 from memspec_ros.models.target_files import locate_target
@@ -75,7 +76,7 @@ def test_logits_are_those_of_the_target_in_memory(model_dirs, config, tmp_path, 
         assert target.weight_bytes < held.weight_bytes
     whole = load_target(model_dirs / 'target', dtype, CPU, 64,
                         offload=offload(config, tmp_path, 2, dtype))
-    assert whole.weight_bytes == held.weight_bytes and isinstance(whole.model.layers, list)
+    assert whole.weight_bytes == held.weight_bytes and isinstance(whole.model.layers, LayerStack)
 
 
 def test_each_pass_reads_each_layer_once_and_the_next_pass_finds_the_first_one(

@@ -15,7 +15,8 @@ import pytest
 from safetensors.torch import save_file
 import torch
 
-from memspec_ros.models import reading
+from memspec_ros.models import packing, reading
+from memspec_ros.models.drafts import FeatureKind
 from memspec_ros.models.errors import BundleError, InvalidRequestError
 from memspec_ros.models.reading import (
     cached_bytes,
@@ -24,6 +25,8 @@ from memspec_ros.models.reading import (
     LoadCancelled,
     read_file,
 )
+from memspec_ros.models.half import has_half
+from memspec_ros.models.weights import read_tensors
 from memspec_ros.runtime.controller import Settings
 from memspec_ros.runtime.loader import ThreadLoader
 from memspec_ros.runtime.requests import GenerationRequest
@@ -497,7 +500,7 @@ def test_storage_is_removed_and_comes_back(full_bundle, tmp_path, plain, caplog)
     shutil.copytree(full_bundle, tmp_path / 'bundle')
     clock = Movable()
     runtime = Runtime.open(tmp_path / 'bundle', options(), clock)
-    pool = runtime._loader._store._slot
+    pool = runtime._loader._store.store._slot
     try:
         (tmp_path / 'bundle').rename(tmp_path / 'elsewhere')
         before = len(os.listdir('/proc/self/fd'))
@@ -533,3 +536,39 @@ def test_the_loader_yields_to_decoding():
     assert loader.wait(20.0)
     loader.close()
     assert nice[0] >= min(19, os.getpriority(os.PRIO_PROCESS, 0) + 5)
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_matrices_are_packed_while_decoding_goes_on(full_bundle, monkeypatch, dtype):
+    """What is left for the decoding thread makes the same draft of it as raw tensors do."""
+    monkeypatch.setattr(packing, 'half_pays', lambda kind, device, other:
+                        has_half(device, kind))
+    threads, prepare = [], FeatureKind.prepare
+
+    def watched(kind, tensors):
+        threads.append(threading.current_thread().name)
+        return prepare(kind, tensors)
+    monkeypatch.setattr(FeatureKind, 'prepare', watched)
+    runtime = Runtime.open(full_bundle, options(dtype=dtype))
+    try:
+        slots = runtime.controller.residency._slots
+        kind = next(slot.kind for slot in slots.values() if type(slot.kind) is FeatureKind)
+        raw = read_tensors(runtime.bundle.weight_file(
+            next(spec for spec in runtime.bundle.drafts if spec.id == kind.id)))
+        prepared = watched(kind, raw)
+        for name, tensor in prepared.items():
+            assert tuple(tensor.shape) == tuple(raw[name].shape)
+            assert (tensor is raw[name]) == (tensor.shape[0] == len(kind.feature_depths)
+                                             or len(tensor.shape) == 1)
+        with monkeypatch.context() as late:
+            late.setattr(packing, 'half', None)  # nothing is left to be packed
+            drafter = kind.attach(prepared)
+        x = torch.randn(5, kind.target.hidden_size)
+        assert torch.equal(drafter.outputs(x), kind.attach(raw).outputs(x))
+        while kind.id not in runtime.controller.residency.resident:
+            runtime.controller.residency.update([(kind.id, 1.0)], None)
+            runtime.controller.residency.wait(20.0)
+            runtime.controller.residency.poll()
+        assert set(threads[1:]) == {'memspec-loader'}
+    finally:
+        runtime.close()

@@ -37,7 +37,7 @@ from ..runtime.ranking import RankingContext
 from ..runtime.requests import GenerationRequest
 from ..runtime.residency import Residency, SlotState
 from ..runtime.runtime import choose_device, choose_dtype, Runtime, RuntimeOptions, stop_ids_of
-from ..runtime.storage import FileStore
+from ..runtime.storage import FileStore, PreparingStore
 from .race import Answer, answer
 
 PLAIN = 'plain'
@@ -147,8 +147,10 @@ class Contest:
         depths = frozenset().union(*(kind.depths for kind, _ in kinds.values()))
         self.engine = Engine(self.target, options.context, options.max_gamma, depths,
                              time.perf_counter, options.max_branches)
-        loader = ThreadLoader(FileStore({e.id: (e.bundle.weight_file(e.spec), e.spec.sha256)
-                                         for e in entrants if e.spec.path}))
+        store = FileStore({e.id: (e.bundle.weight_file(e.spec), e.spec.sha256)
+                           for e in entrants if e.spec.path})
+        loader = ThreadLoader(PreparingStore(store, {draft: kind.prepare for draft, (kind, _)
+                                                     in kinds.items()}))
         self._residency = Residency(kinds, loader, len(entrants), self.engine.clock,
                                     self.memory)
         self._policy = OneDraft()
@@ -251,7 +253,8 @@ class Contest:
                     measured.append(self._verify(state, count))
                 for name, drafter in drafters.items():
                     start = time.perf_counter()
-                    proposed = len(drafter.propose(state, gamma).tokens)
+                    with self.engine.threads.running(1):
+                        proposed = len(drafter.propose(state, gamma).tokens)
                     seconds = time.perf_counter() - start
                     drafter.update(state, 0)
                     drafts[name].append(seconds / max(1, proposed))
@@ -262,7 +265,8 @@ class Contest:
     def _verify(self, state: DecodeState, rows: int) -> float:
         start = time.perf_counter()
         # Reading a result back waits for the device.
-        self.target.forward(state, state.tokens[-1:] * rows)[-1].argmax().item()
+        with self.engine.threads.running(rows):
+            self.target.forward(state, state.tokens[-1:] * rows)[-1].argmax().item()
         seconds = time.perf_counter() - start
         state.hold(state.held)
         return seconds

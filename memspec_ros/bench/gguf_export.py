@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..models.errors import UnsupportedModelError
-from ..models.llama import LlamaConfig
+from ..models.llama_config import LlamaConfig
 from ..models.packing import dense
 from ..models.target import open_weights, read_config
 

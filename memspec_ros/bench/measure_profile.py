@@ -156,7 +156,8 @@ class _Rounds:
 
     def _verify(self, state: DecodeState, count: int) -> None:
         # Reading a result back waits for the device.
-        self._engine.target.forward(state, self._prompt[-1:] * count)[-1].argmax().item()
+        with self._engine.threads.running(count):
+            self._engine.target.forward(state, self._prompt[-1:] * count)[-1].argmax().item()
         state.hold(state.held)
 
     def _draft(self, draft: str, state: DecodeState) -> None:
@@ -166,13 +167,15 @@ class _Rounds:
         drafter.catch_up(state, len(self._prompt))
         if rows:
             drafter.restart(len(self._prompt) - 1 - rows)
-            self._time(f'catch-up {draft}', lambda: drafter.catch_up(state, rows), rows)
+            with self._engine.threads.running(rows):
+                self._time(f'catch-up {draft}', lambda: drafter.catch_up(state, rows), rows)
         else:
             self._times[f'catch-up {draft}'].append(0.0)
         drafter.propose(state, 1)
         drafter.update(state, 0)
         start = time.perf_counter()
-        proposed = len(drafter.propose(state, self._gamma).tokens)
+        with self._engine.threads.running(1):
+            proposed = len(drafter.propose(state, self._gamma).tokens)
         seconds = time.perf_counter() - start
         drafter.update(state, 0)
         self._times[f'step {draft}'].append(1e3 * seconds / max(1, proposed))

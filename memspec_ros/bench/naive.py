@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..decoding.verification import verify_greedy
 from ..models.drafts.shared_layers import SharedLayersDrafter
-from ..models.llama import attend, causal_mask, finish_layer, LayerWeights, project_qkv
+from ..models.layers import attend, causal_mask, finish_layer, LayerWeights, project_qkv
 from ..models.target import LlamaTarget
 
 Cache = list[tuple[Tensor, Tensor]]

@@ -60,7 +60,8 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--layers-mib', type=float, default=0.0, metavar='MIB',
                         help="most memory for the target's layers; the others are read from "
                              'storage for every pass (default: all in memory)')
-    parser.add_argument('--threads', type=int, default=0, help='CPU threads (0: as PyTorch likes)')
+    parser.add_argument('--threads', type=int, default=0,
+                        help='CPU threads (0: as many as are fastest, measured)')
     parser.add_argument('--context', type=int, default=2048, metavar='TOKENS',
                         help='most tokens of prompt and output together (default: %(default)s)')
     parser.add_argument('--draft-tokens', type=int, default=4, metavar='GAMMA',

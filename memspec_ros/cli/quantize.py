@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
         TimeElapsedColumn,
     )
 
-    from ..models.llama import LlamaConfig
+    from ..models.llama_config import LlamaConfig
     from ..models.target import open_checkpoint, quantization_of, read_config
     from ..models.tokenizer import Tokenizer
     from ..runtime.runtime import choose_device

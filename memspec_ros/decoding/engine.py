@@ -15,6 +15,7 @@ from ..models.drafts import Drafter
 from ..models.kv_options import EXACT, KVOptions
 from ..models.state import Branching, Proposal
 from ..models.target import Target
+from ..models.threads import Threads
 from ..models.tree import common_prefix, graft, Merged
 from .sampler import make_sampler
 from .sampling import Sampling
@@ -63,7 +64,13 @@ class Engine:
     stops: further depths at which drafts have the target's passes pause
     kv: how keys and values of old positions are kept
 
+    Attributes
+    ----------
+    threads: how many passes take; by default as many as PyTorch has
+
     """
+
+    threads = Threads()
 
     def __init__(self, target: Target, context: int, max_gamma: int,
                  depths: frozenset[int], clock: Callable[[], float], max_branches: int = 0,
@@ -106,7 +113,8 @@ class Engine:
             if opening and state.last - state.held < min(chunk, state.reach):
                 break
             rows = state.read(state.held, min(state.held + min(chunk, state.reach), state.last))
-            self.target.forward(state, rows, last_only=True)
+            with self.threads.running(len(rows)):
+                self.target.forward(state, rows, last_only=True)
             state.hold(state.held + len(rows))
             yield state.held
 
@@ -130,6 +138,12 @@ class Engine:
             state.hold(state.last)
         return proposal.tokens
 
+    def warm(self, drafter: Drafter) -> None:
+        """Let a draft that does not propose catch up, as far as one iteration lets it."""
+        lag = drafter.lag(self.state)
+        with self.threads.running(lag):
+            drafter.catch_up(self.state, CATCH_UP_ROWS)
+
     def judge(self, drafter: Drafter, catch_up: bool) -> tuple[int, int]:
         """
         (right, judged) of a draft on tokens of the answer, see Drafter.judge; DraftFailure.
@@ -138,8 +152,9 @@ class Engine:
         """
         try:
             if catch_up:
-                drafter.catch_up(self.state, CATCH_UP_ROWS)
-            return drafter.judge(self.state)
+                self.warm(drafter)
+            with self.threads.running(1):
+                return drafter.judge(self.state)
         except Exception as error:
             raise DraftFailure(str(error) or type(error).__name__) from error
 
@@ -226,14 +241,15 @@ class Engine:
     def _verify(self, proposal: Proposal) -> tuple[list[int], list[int]]:
         """Run the target over a proposal: (rows of the tokens accepted, tokens to emit)."""
         state = self.state
-        run = [*state.read(state.held, state.last + 1), *proposal.tokens]
-        if not proposal.branches:
-            logits = self.target.forward(state, run, last_only=self.opening)
-            accepted, tokens = self.sampler.verify(state, logits, proposal)
-            return list(range(1, accepted + 1)), tokens
-        run += (token for _, token in proposal.branches)
-        logits = self.target.forward(state, run, branches=proposal.branches)
-        return self.sampler.verify_tree(state, logits, proposal)
+        run = [*state.read(state.held, state.last + 1), *proposal.tokens,
+               *(token for _, token in proposal.branches)]
+        with self.threads.running(len(run)):
+            if not proposal.branches:
+                logits = self.target.forward(state, run, last_only=self.opening)
+                accepted, tokens = self.sampler.verify(state, logits, proposal)
+                return list(range(1, accepted + 1)), tokens
+            logits = self.target.forward(state, run, branches=proposal.branches)
+            return self.sampler.verify_tree(state, logits, proposal)
 
     def _propose(self, drafter: Drafter, gamma: int,
                  branching: Branching | None = None) -> tuple[Proposal, float]:
@@ -243,9 +259,10 @@ class Engine:
             self.state.branching = replace(branching,
                                            most=min(branching.most, self.max_branches))
         if drafter.lag(self.state) > drafter.rows_with_proposal:
-            drafter.catch_up(self.state, CATCH_UP_ROWS)
+            self.warm(drafter)
         caught_up = self.clock()
-        return drafter.propose(self.state, gamma), caught_up
+        with self.threads.running(1):
+            return drafter.propose(self.state, gamma), caught_up
 
 
 def _cut(tokens: list[int], limit: int, stop_ids: frozenset[int]) -> list[int]:

@@ -24,7 +24,7 @@ from ..models.encoder import locate_encoder
 from ..models.errors import BundleError
 from ..models.int8_cache import int8_cache_bytes
 from ..models.kv_options import KVOptions
-from ..models.llama import LlamaConfig, SUPPORTED_MODEL_TYPES
+from ..models.llama_config import LlamaConfig, SUPPORTED_MODEL_TYPES
 from ..models.offload import BUFFERS, layer_bytes, Offload
 from ..models.target import read_config, stored_bytes
 from ..models.weights import Checkpoint

@@ -9,7 +9,9 @@ import resource
 
 import torch
 
-from ..models.llama import layer_shapes, LayerWeights, Llama, LlamaConfig
+from ..models.layers import layer_shapes, LayerWeights
+from ..models.llama import Llama
+from ..models.llama_config import LlamaConfig
 from ..models.target import LlamaTarget
 from .allocator import give_back
 

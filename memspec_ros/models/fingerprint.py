@@ -18,7 +18,7 @@ import torch
 
 from .bundle import Bundle, draft_metadata, DraftSpec
 from .errors import BundleError, MemSpecError
-from .llama import LlamaConfig, SUPPORTED_MODEL_TYPES
+from .llama_config import LlamaConfig, SUPPORTED_MODEL_TYPES
 from .target import open_checkpoint, read_config
 from .target_files import locate_target
 

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from .errors import UnsupportedModelError
-from .llama import LayerWeights, Llama, LlamaConfig
+from .layers import LayerWeights
+from .llama import Llama
+from .llama_config import LlamaConfig
 from .quantized import Matrix, StackedMatrix
 
 LIBRARIES = ('gptqmodel', 'auto_gptq')

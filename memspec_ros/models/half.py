@@ -29,19 +29,26 @@ _ROW_MULTIPLE = 64
 
 
 class HalfMatrix(Matrix):
-    """float16 in FBGEMM's layout; ``half`` makes it."""
+    """
+    float16 in FBGEMM's layout; ``half`` makes it.
+
+    Attributes
+    ----------
+    packed: the matrix as FBGEMM's products take it
+
+    """
 
     kind = 'float16'
 
     def __init__(self, weight: Tensor):
         self.shape = tuple(weight.shape)
         self.nbytes = 2 * weight.numel()
-        self._packed = torch.ops.quantized.linear_prepack_fp16(weight.float(), None)
+        self.packed = torch.ops.quantized.linear_prepack_fp16(weight.float(), None)
 
     def multiply(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1]).float()
-        result = torch.ops.quantized.linear_dynamic_fp16(rows, self._packed)
-        return result.to(x.dtype).view(*x.shape[:-1], -1)
+        if x.dim() == 1:
+            return self.multiply(x[None])[0]
+        return torch.ops.quantized.linear_dynamic_fp16(x.float(), self.packed).to(x.dtype)
 
 
 def half(weight: Tensor) -> Matrix | None:

@@ -65,6 +65,8 @@ class Int8KVCache(KVCache):
 
     """
 
+    plain = False
+
     def __init__(self, layers: int, kv_heads: int, capacity: int, head_dim: int,
                  dtype: torch.dtype, device: torch.device, boundaries: Iterable[int] = (), *,
                  recent: int, sinks: int, spare: int):

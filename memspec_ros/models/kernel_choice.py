@@ -43,18 +43,34 @@ def half_pays(dtype: torch.dtype, device: torch.device,
     """
     if not has_half(device, dtype):
         return False
-    return _remembered(dtype, torch.get_num_threads(), cache_directory() / FILE_NAME, other)
+    return _remembered(dtype, torch.get_num_threads(), cache_directory(), other)
 
 
 @lru_cache
-def _remembered(dtype: torch.dtype, threads: int, file: Path, other) -> bool:
-    key = (f'{processor() or platform.machine()} | {torch.backends.cpu.get_cpu_capability()} | '
-           f'torch {torch.__version__} | {threads} threads | {dtype}')
-    known = _read(file)
-    if not isinstance(known.get(key), bool):
-        known[key] = measure(dtype, other)
-        _write(file, known)
-    return known[key]
+def _remembered(dtype: torch.dtype, threads: int, cache: Path, other) -> bool:
+    key = f'{machine()} | {threads} threads | {dtype}'
+    known = recall(key)
+    if not isinstance(known, bool):
+        known = measure(dtype, other)
+        remember(key, known)
+    return known
+
+
+def machine() -> str:
+    """What timings of this process hold for."""
+    return (f'{processor() or platform.machine()} | {torch.backends.cpu.get_cpu_capability()} | '
+            f'torch {torch.__version__}')
+
+
+def recall(key: str):
+    """What was measured before under that name, or None."""
+    return _read(cache_directory() / FILE_NAME).get(key)
+
+
+def remember(key: str, found) -> None:
+    """Keep what was measured, if the cache directory takes it."""
+    file = cache_directory() / FILE_NAME
+    _write(file, {**_read(file), key: found})
 
 
 @torch.inference_mode()

@@ -43,8 +43,11 @@ class KVBuffers:
     Attributes
     ----------
     keys, values: Tensor [layers, B, KV heads, capacity, head width]
+    plain: whether position p stands in row p, to be read as it is
 
     """
+
+    plain = True
 
     def __init__(self, keys: Tensor, values: Tensor):
         self.keys = keys

@@ -28,7 +28,8 @@ import torch
 from torch import Tensor
 
 from .errors import BundleError
-from .llama import layer_elements, LayerWeights, LlamaConfig
+from .layers import layer_elements, LayerWeights
+from .llama_config import LlamaConfig
 from .reading import HostSlot, Slot, whole_blocks
 from .weights import read_tensors
 

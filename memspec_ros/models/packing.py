@@ -4,10 +4,8 @@ Matrices in the layout their kernels want, so that no step rearranges them.
 
 On a CPU, oneDNN multiplies a plain bfloat16 matrix only after bringing it into
 blocks, at every call. Packed once, one row costs about two thirds; results are
-the plain ones bit for bit in bfloat16. Where FBGEMM is faster (``half.py``), the
-target's matrices are held for that: one row then costs about half. A draft's are
-not, since packing for FBGEMM takes ten times as long and a draft is packed while
-decoding waits.
+the plain ones bit for bit in bfloat16. Where FBGEMM is faster (``half.py``),
+matrices are held for that: one row then costs about half.
 
 A matrix can also be INT8 or INT4 (``quantized.py``), which reads a half or a
 quarter of the bytes. By how many rows they gain is a matter of shape: INT8
@@ -27,7 +25,7 @@ import torch.nn.functional as F
 
 from .errors import UnsupportedModelError
 from .gptq import GptqMatrix
-from .half import half
+from .half import half, HalfMatrix
 from .kernel_choice import half_pays
 from .quantized import (
     has_int4,
@@ -51,10 +49,16 @@ _ROWS = 16
 
 
 def linear(x: Tensor, weight: Tensor | Matrix, bias: Tensor | None = None) -> Tensor:
-    """x [..., in] times weight [out, in] transposed: plain, packed or quantised."""
+    """
+    x [..., in] times weight [out, in] transposed: plain, packed or quantised.
+
+    Computed in the type of the weight; the result has that of x.
+    """
     if isinstance(weight, Matrix):
         result = weight.multiply(x)
         return result if bias is None else result + bias
+    if x.dtype != weight.dtype:
+        return linear(x.to(weight.dtype), weight, bias).to(x.dtype)
     if weight.is_mkldnn:
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, 'none', [], '')
     return F.linear(x, weight, bias)
@@ -80,10 +84,12 @@ def pack(weight: Tensor | Matrix, kind: str = 'dense') -> Tensor | Matrix:
     """
     The matrix as it is best multiplied, held as ``kind`` (of WEIGHT_KINDS).
 
-    As it is where packing is not to be had (CUDA, other builds). Raises
-    UnsupportedModelError where ``kind`` asks for a kernel that does not take
+    As it is where packing is not to be had (CUDA, other builds), or was done before.
+    Raises UnsupportedModelError where ``kind`` asks for a kernel that does not take
     the matrix.
     """
+    if isinstance(weight, HalfMatrix) or isinstance(weight, Tensor) and weight.is_mkldnn:
+        return weight
     if isinstance(weight, StackedMatrix):
         parts = [pack(part, kind) for part in weight.parts]
         if all(isinstance(part, Matrix) for part in parts):

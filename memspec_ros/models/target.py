@@ -26,7 +26,8 @@ from .gptq_library import installed_library, load_with_library
 from .int8_cache import Int8KVCache
 from .kv_cache import KVCache, RollbackCache
 from .kv_options import KVOptions
-from .llama import Llama, LlamaConfig, SUPPORTED_MODEL_TYPES
+from .llama import Llama
+from .llama_config import LlamaConfig, SUPPORTED_MODEL_TYPES
 from .offload import Offload, place_layers, StreamedLayers
 from .packing import dense, prefers_half, ROUNDED_GROUP
 from .quantized import has_int4, int4_bytes, int8_bytes, kernel_group

@@ -23,6 +23,7 @@ from ..models.kv_options import KVOptions
 from ..models.offload import Offload
 from ..models.target import load_target, read_config, Target
 from ..models.target_files import cache_directory, locate_target
+from ..models.threads import choose_threads, FEW_ROWS
 from ..models.tokenizer import Tokenizer
 from .controller import Controller, Settings
 from .loader import Loader, STALL_SEC, ThreadLoader
@@ -31,7 +32,7 @@ from .ranking import make_ranker
 from .requests import GenerationRequest, prepare, PreparedRequest
 from .residency import Residency
 from .slots import slots_for
-from .storage import FileStore, StorageLimits, Store
+from .storage import FileStore, PreparingStore, StorageLimits, Store
 
 _WARM_UP_ROUNDS = 6
 DTYPES = {'bfloat16': torch.bfloat16, 'float32': torch.float32, 'float16': torch.float16}
@@ -45,7 +46,7 @@ class RuntimeOptions:
     dtype 'auto' is bfloat16 where the processor has it, float32 elsewhere;
     weights: what the target's layers are held as, of packing.WEIGHT_KINDS.
     max_gamma 0 switches speculation off. max_branches: alternatives to drafted
-    tokens verified beside them. threads 0 leaves PyTorch's choice.
+    tokens verified beside them. threads 0: as many as are fastest here, measured.
     layers_mib: most memory for the target's layers, the others are read in
     every pass; 0 keeps all. kv: how keys and values of old positions are kept.
     storage: how draft files, and such layers, are read.
@@ -179,6 +180,7 @@ class Runtime:
         policy = make_policy(options.policy, drafts, ranker, options.ucb_c,
                              options.ucb_per_iteration)
         draft_length = DraftLength(options.max_gamma, options.adaptive)
+        store = PreparingStore(store, {draft: kind.prepare for draft, (kind, _) in kinds.items()})
         loader = ThreadLoader(store, STALL_SEC + options.storage.latency_ms / 1e3)
         residency = Residency(kinds, loader, options.settings.cache_capacity, clock,
                               {spec.id: draft_bytes(bundle, spec, dtype)
@@ -221,19 +223,34 @@ class Runtime:
         """Set the kernels up, and measure what each verify size costs beside the others."""
         engine, draft_length = self.controller.engine, self.controller.draft_length
         engine.state.restart([0] * 8)
+        if not self.options.threads and self.target.device.type == 'cpu':
+            engine.threads = choose_threads(self._description(), self._pass)
         times: dict[int, list[float]] = {rows: [] for rows in
                                          range(1, engine.max_gamma + engine.max_branches + 2)}
         for _ in range(_WARM_UP_ROUNDS):
             for rows, measured in times.items():
                 start = engine.clock()
-                # Reading a result back waits for the device.
-                engine.target.forward(engine.state, [0] * rows)[-1].argmax().item()
+                with engine.threads.running(rows):
+                    self._pass(rows)
                 measured.append(engine.clock() - start)
         for rows, measured in times.items():
             # The first round also paid for kernel set-up.
             draft_length.calibrate(rows, statistics.median(measured[1:]))
         engine.state.restart([0])
         engine.state.hold(0)
+
+    def _pass(self, rows: int) -> None:
+        """Run so many rows as decoding or, beyond its rows, a prefill does; and forget them."""
+        engine = self.controller.engine
+        # Reading a result back waits for the device.
+        engine.target.forward(engine.state, [0] * min(rows, engine.state.reach),
+                              last_only=rows > FEW_ROWS)[-1].argmax().item()
+
+    def _description(self) -> str:
+        """What the time of a pass depends on, beside the machine."""
+        target = self.target
+        return (f'{type(target).__name__} of {target.layers} layers, {target.hidden_size} wide, '
+                f'{target.weight_bytes} bytes in {", ".join(target.weight_kinds)}')
 
 
 def offload_of(options: RuntimeOptions) -> Offload | None:

@@ -29,6 +29,9 @@ _LOG = logging.getLogger(__name__)
 _SLICE_SEC = 0.01
 
 
+Prepare = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
+
+
 class Store(Protocol):
     """Where draft weights lie."""
 
@@ -72,6 +75,24 @@ class FileStore:
     def give_back(self):
         if isinstance(self._slot, SlotPool):
             self._slot.give_back()
+
+
+class PreparingStore:
+    """
+    Another ``store``, from which drafts come as decoding wants them.
+
+    prepare: draft id -> DraftKind.prepare.
+    """
+
+    def __init__(self, store: Store, prepare: Mapping[str, Prepare]):
+        self.store = store
+        self._prepare = prepare
+
+    def read(self, draft, progress, cancelled):
+        return self._prepare[draft](self.store.read(draft, progress, cancelled))
+
+    def give_back(self):
+        self.store.give_back()
 
 
 def check_numbers(path: Path, tensors: Mapping[str, Tensor]) -> None:

@@ -21,7 +21,8 @@ from torch import Tensor
 from ..models.bundle import load_bundle, MANIFEST_NAME, SELF_ID
 from ..models.errors import InvalidRequestError, MemSpecError
 from ..models.fingerprint import target_fingerprint, TARGET_KEY
-from ..models.llama import Llama, LlamaConfig
+from ..models.llama import Llama
+from ..models.llama_config import LlamaConfig
 from ..models.target import open_weights, read_config
 from ..models.target_files import locate_target
 from ..models.tokenizer import Tokenizer

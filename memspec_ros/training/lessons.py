@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 import torch.nn.functional as F
 
-from ..models.llama import layer_elements, Llama, LlamaConfig
+from ..models.layers import layer_elements
+from ..models.llama import Llama
+from ..models.llama_config import LlamaConfig
 from .outputs import OutputRecord
 from .teacher import Lesson
 

@@ -21,7 +21,8 @@ from torch import Tensor
 import torch.nn.functional as F
 
 from ..models.errors import InvalidRequestError, UnsupportedModelError
-from ..models.llama import causal_mask, LayerWeights, LlamaConfig, Rope, run_layer_uncached
+from ..models.layers import causal_mask, LayerWeights, Rope, run_layer_uncached
+from ..models.llama_config import LlamaConfig
 from ..models.weights import Checkpoint
 from .gptq import ObservedMatrix, quantise, Quantised, Scheme
 

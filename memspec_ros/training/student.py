@@ -30,16 +30,16 @@ from torch import Tensor
 import torch.nn.functional as F
 
 from ..models.errors import MemSpecError
-from ..models.llama import (
+from ..models.layers import (
     causal_mask,
     layer_elements,
     layer_shapes,
     LayerWeights,
-    Llama,
-    LlamaConfig,
     Rope,
     run_layer_uncached,
 )
+from ..models.llama import Llama
+from ..models.llama_config import LlamaConfig
 from .lessons import Batch
 from .teacher import write_whole
 

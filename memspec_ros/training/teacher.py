@@ -25,7 +25,8 @@ from torch import Tensor
 import torch.nn.functional as F
 
 from ..models.errors import MemSpecError
-from ..models.llama import causal_mask, Llama, run_layer_uncached
+from ..models.layers import causal_mask, run_layer_uncached
+from ..models.llama import Llama
 from .outputs import OutputRecord
 
 _CHUNK_RECORDS = 64

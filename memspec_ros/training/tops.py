@@ -18,7 +18,8 @@ import torch.nn.functional as F
 
 from ..models.drafts.feature import Mixer, unroll
 from ..models.drafts.self_speculation import Adapter
-from ..models.llama import causal_mask, LayerWeights, Llama, run_layer_uncached
+from ..models.layers import causal_mask, LayerWeights, run_layer_uncached
+from ..models.llama import Llama
 from ..models.weights import read_metadata, read_tensors
 from .lessons import Batch, ExitShape, TopShape
 from .student import save_student, Student, StudentShape

@@ -15,6 +15,7 @@ from ..state import DecodeState, Proposal, TargetRun
 
 if TYPE_CHECKING:
     from ..bundle import Bundle, DraftSpec
+    from ..quantized import Matrix
     from ..target import Target
 
 
@@ -142,9 +143,21 @@ class DraftKind(ABC):
         Raises MemSpecError naming the draft where the two do not fit together.
         """
 
+    def prepare(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor | Matrix]:
+        """
+        The loaded ``tensors`` as decoding wants them, so far as that takes time.
+
+        Called beside decoding, on the thread that loads.
+        """
+        return tensors
+
     @abstractmethod
-    def attach(self, tensors: Mapping[str, Tensor]) -> Drafter:
-        """Make a drafter of the loaded ``tensors`` (empty for slot-free kinds)."""
+    def attach(self, tensors: Mapping[str, Tensor | Matrix]) -> Drafter:
+        """
+        Make a drafter of the loaded ``tensors`` (empty for slot-free kinds).
+
+        Decoding waits for it; it is short for what has been prepared.
+        """
 
     def rollout_ranks(self, tensors: Mapping[str, Tensor], run: TargetRun, first: int,
                       gamma: int, top: int) -> Tensor:

@@ -22,14 +22,10 @@ from torch import Tensor
 import torch.nn.functional as F
 
 from ..errors import BundleError
-from ..llama import (
-    attend,
-    finish_layer,
-    LayerWeights,
-    LlamaConfig,
-    project_qkv,
-)
+from ..layers import attend, finish_layer, LayerWeights, project_qkv
+from ..llama_config import LlamaConfig
 from ..packing import linear, pack
+from ..quantized import Matrix
 from ..state import DecodeState, TargetRun
 from .base import Drafter
 from .shared_layers import SharedLayersDrafter, SharedLayersKind
@@ -168,14 +164,20 @@ class FeatureKind(SharedLayersKind):
         self.feature_depths = tuple(features)
         self.depths |= frozenset(features)
 
-    def attach(self, tensors: Mapping[str, Tensor]) -> Drafter:
+    @staticmethod
+    def is_matrix(name: str) -> bool:
+        mixed, _, index = name.partition('mixer.')
+        return SharedLayersKind.is_matrix(name) or (not mixed and index.isdigit())
+
+    def attach(self, tensors: Mapping[str, Tensor | Matrix]) -> Drafter:
         width, count = self.target.model.config.hidden_size, len(self.feature_depths)
+        _, _, _, norm, *_ = top = self._top(tensors)
         mixer = Mixer(
-            scales=self._tensor(tensors, 'mixer.scales', (count, width)).clone(),
-            blocks=[pack(self._tensor(tensors, f'mixer.{index}', (width, width)))
+            scales=self._tensor(tensors, 'mixer.scales', (count, width)).to(norm.dtype, copy=True),
+            blocks=[pack(self._tensor(tensors, f'mixer.{index}', (width, width)), 'auto')
                     for index in range(count)],
-            carry=self._tensor(tensors, 'mixer.carry', (width,)))
-        return FeatureDrafter(mixer, self.feature_depths, *self._top(tensors))
+            carry=self._tensor(tensors, 'mixer.carry', (width,)).to(norm.dtype))
+        return FeatureDrafter(mixer, self.feature_depths, *top)
 
     @torch.inference_mode()
     def rollout_ranks(self, tensors: Mapping[str, Tensor], run: TargetRun, first: int,
@@ -185,7 +187,9 @@ class FeatureKind(SharedLayersKind):
         lower = (run.hidden[self.depth] if self.depth else
                  model.embed(torch.tensor(run.tokens, device=self.target.device)))
         features = torch.stack([run.hidden[depth] for depth in self.feature_depths], dim=1)
-        outputs = unroll(model.config, drafter.layers, drafter.mixer, lower[None], features[None],
+        stream = drafter.norm.dtype
+        outputs = unroll(model.config, drafter.layers, drafter.mixer, lower[None].to(stream),
+                         features[None].to(stream),
                          model.rope.at(0, count), gamma)
         ranks = torch.zeros(count - first, gamma, dtype=torch.uint8)
         for step, output in enumerate(outputs):

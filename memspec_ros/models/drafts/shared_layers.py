@@ -18,8 +18,11 @@ import torch.nn.functional as F
 
 from ..errors import BundleError, UnsupportedModelError
 from ..kv_cache import KVCache
-from ..llama import layer_shapes, LayerWeights, LlamaConfig, run_layers
-from ..packing import linear
+from ..layer_stack import LayerStack, of_one_stream, run_layers
+from ..layers import layer_shapes, LayerWeights
+from ..llama_config import LlamaConfig
+from ..packing import linear, pack
+from ..quantized import Matrix
 from ..state import DecodeState, Proposal, TargetRun
 from ..target import LlamaTarget
 from ..tree import choose_branches
@@ -47,7 +50,7 @@ class SharedLayersDrafter(Drafter):
         super().__init__()
         self.target = target
         self.depth = depth
-        self.layers = layers
+        self.layers = LayerStack(layers)
         self.norm = norm
         self.head = head
         self.vocabulary = vocabulary
@@ -189,7 +192,7 @@ class SharedLayersDrafter(Drafter):
     def _run_top(self, x: Tensor, start: int) -> Tensor:
         config = self.target.model.config
         rope = self.target.model.rope.at(start, x.shape[1])
-        return run_layers(config, self.layers, x, self.kv, start, rope)
+        return run_layers(config, self.layers, x.to(self.norm.dtype), self.kv, start, rope)
 
 
 class SharedLayersKind(DraftKind):
@@ -221,17 +224,27 @@ class SharedLayersKind(DraftKind):
                              for place, token in reversed(list(enumerate(head_ids)))}
         self.head = bundle.shared_head_of(target)
 
-    def attach(self, tensors: Mapping[str, Tensor]) -> Drafter:
+    def prepare(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor | Matrix]:
+        return {name: self._packed(tensor) if self.is_matrix(name) and tensor.dim() == 2
+                else tensor for name, tensor in tensors.items()}
+
+    @staticmethod
+    def is_matrix(name: str) -> bool:
+        """Whether the tensor of that name is multiplied with."""
+        return name.split('.')[-1] in LayerWeights.MATRICES
+
+    def attach(self, tensors: Mapping[str, Tensor | Matrix]) -> Drafter:
         return SharedLayersDrafter(*self._top(tensors))
 
-    def _top(self, tensors: Mapping[str, Tensor]) -> tuple:
+    def _top(self, tensors: Mapping[str, Tensor | Matrix]) -> tuple:
         """Arguments of the drafter."""
-        layers = [layer.packed() for layer in self.own(tensors)]
-        return (self.target, self.depth, layers, self.own_norm(tensors), self.head,
+        layers, norm = of_one_stream([layer.packed('auto') for layer in self.own(tensors)],
+                                     self.own_norm(tensors))
+        return (self.target, self.depth, layers, norm, self.head,
                 TextVocabulary(self._head_ids, self._head_places), self.capacity)
 
-    def own(self, tensors: Mapping[str, Tensor]) -> list[LayerWeights]:
-        """The checked own layers, not packed."""
+    def own(self, tensors: Mapping[str, Tensor | Matrix]) -> list[LayerWeights]:
+        """The checked own layers, packed where ``tensors`` are."""
         config: LlamaConfig = self.target.model.config
         return [self._layer(tensors, index, config) for index in range(self.own_layers)]
 
@@ -274,13 +287,18 @@ class SharedLayersKind(DraftKind):
             {name: self._tensor(tensors, f'layers.{index}.{name}', shape)
              for name, shape in shapes.items() if name != 'qkv_bias' or bias in tensors})
 
-    def _tensor(self, tensors, name: str, shape: tuple[int, ...]) -> Tensor:
+    def _packed(self, tensor: Tensor) -> Tensor | Matrix:
+        return pack(tensor.to(device=self.target.device, dtype=self.target.dtype), 'auto')
+
+    def _tensor(self, tensors, name: str, shape: tuple[int, ...]) -> Tensor | Matrix:
         tensor = tensors.get(name)
         if tensor is None:
             raise BundleError(f'draft {self.id!r}: tensor {name} is missing')
         if tuple(tensor.shape) != shape:
             raise BundleError(f'draft {self.id!r}: tensor {name} is {tuple(tensor.shape)}, '
                               f'this target needs {shape}: it was made for another one')
+        if isinstance(tensor, Matrix) or tensor.is_mkldnn:
+            return tensor
         # A vector left in the file's buffer would keep all of it beside the packed matrices.
         return tensor.to(device=self.target.device, dtype=self.target.dtype,
                          copy=len(shape) == 1)
