@@ -24,11 +24,11 @@ from memspec_ros.models.reading import (
     LoadCancelled,
     read_file,
 )
-from memspec_ros.runtime.controller import Settings
 from memspec_ros.runtime.loader import ThreadLoader
 from memspec_ros.runtime.requests import GenerationRequest
 from memspec_ros.runtime.residency import Residency, SlotState
 from memspec_ros.runtime.runtime import file_store, Runtime, RuntimeOptions
+from memspec_ros.runtime.settings import Settings
 from memspec_ros.runtime.slots import DeviceStaging, SlotPool, slots_for
 from memspec_ros.runtime.storage import FileStore, PacedStore, StorageLimits
 
