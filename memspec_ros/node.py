@@ -37,8 +37,8 @@ from .node_memory import NodeMemory
 from .node_reports import Reports
 from .node_requests import RequestDesk
 from .parameters import NodeParameters
-from .runtime.controller import Settings
 from .runtime.runtime import Runtime, RuntimeOptions
+from .runtime.settings import Settings
 from .runtime.worker import GenerationWorker
 from .srv import Cancel, Generate, GetResult, Submit
 

@@ -21,11 +21,12 @@ from memspec_ros.models.kv_cache import RollbackCache
 from memspec_ros.models.state import DecodeState, Proposal
 from memspec_ros.models.target import Target
 from memspec_ros.models.tree import parents_of
-from memspec_ros.runtime.controller import Controller, Settings
+from memspec_ros.runtime.controller import Controller
 from memspec_ros.runtime.loader import LoadResult
 from memspec_ros.runtime.policies import Plan, Policy
 from memspec_ros.runtime.requests import PreparedRequest
 from memspec_ros.runtime.residency import Residency
+from memspec_ros.runtime.settings import Settings
 
 VOCABULARY = 256
 EOS = 255

@@ -279,7 +279,6 @@ def test_k_1_keeps_the_active_draft_when_little_is_left_or_the_gain_is_small():
 
 def test_a_better_draft_that_is_cold_warms_while_another_decodes(monkeypatch):
     monkeypatch.setattr('memspec_ros.decoding.engine.CATCH_UP_ROWS', 16)
-    monkeypatch.setattr('memspec_ros.runtime.controller.CATCH_UP_ROWS', 16)
     bench = Bench({'a': good(row_sec=0.001), 'free': free()}, interval=2,
                   script={'a': [(2.0, 'ok')]})
     bench.residency.drafter('free').catch_up = lambda state, limit: None
@@ -296,7 +295,6 @@ def test_a_better_draft_that_is_cold_warms_while_another_decodes(monkeypatch):
 
 def test_the_only_ready_draft_warms_without_being_blamed_for_silence(monkeypatch):
     monkeypatch.setattr('memspec_ros.decoding.engine.CATCH_UP_ROWS', 16)
-    monkeypatch.setattr('memspec_ros.runtime.controller.CATCH_UP_ROWS', 16)
     contexts = []
     bench = Bench({'a': good()}, interval=1, script={'a': [(1.0, 'ok')]},
                   rank=lambda context: contexts.append(context) or [('a', 0.5)])
@@ -329,7 +327,7 @@ def test_after_a_failure_the_next_best_takes_over_before_the_interval_ends():
 
 
 def test_a_draft_that_raises_while_it_warms_in_the_background(monkeypatch):
-    monkeypatch.setattr('memspec_ros.runtime.controller.CATCH_UP_ROWS', 16)
+    monkeypatch.setattr('memspec_ros.decoding.engine.CATCH_UP_ROWS', 16)
     bench = Bench({'a': good(trouble={'catch_up': 1}), 'free': free()}, interval=1,
                   script={'a': [(0.5, 'ok')]})
     bench.residency.drafter('free').lag = lambda state: 0
@@ -521,7 +519,6 @@ def test_time_shares_add_up_to_the_decoding_time(data):
 
 def test_time_spent_warming_is_counted_once(monkeypatch):
     monkeypatch.setattr('memspec_ros.decoding.engine.CATCH_UP_ROWS', 16)
-    monkeypatch.setattr('memspec_ros.runtime.controller.CATCH_UP_ROWS', 16)
     bench = Bench({'a': good(row_sec=0.05), 'free': free()}, interval=1,
                   script={'a': [(0.3, 'ok')]})
     bench.residency.drafter('free').lag = lambda state: 0

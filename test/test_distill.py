@@ -21,7 +21,7 @@ from memspec_ros.training.distill import (
 )
 from memspec_ros.training.lessons import Lessons, TopShape
 from memspec_ros.training.outputs import content_key, fill_store, OutputRecord, OutputStore
-from memspec_ros.training.teacher import fingerprint, TeacherStore, write_whole
+from memspec_ros.training.teacher import TeacherStore, weights_sha256, write_whole
 from memspec_ros.training.tops import make_top, read_draft, save_draft
 
 VOCABULARY = list(range(REAL_VOCABULARY))
@@ -154,13 +154,13 @@ def test_a_full_disk_is_said_and_leaves_nothing(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_fingerprint_is_of_the_weights(trainable, target):
-    name = fingerprint(trainable.model)
-    assert name == fingerprint(trainable.model) and len(name) == 64
+def test_lessons_are_of_these_very_weights(trainable, target):
+    name = weights_sha256(trainable.model)
+    assert name == weights_sha256(trainable.model) and len(name) == 64
     norm = trainable.model.norm
     trainable.model.norm = norm + 1e-3
     try:
-        assert fingerprint(trainable.model) != name
+        assert weights_sha256(trainable.model) != name
     finally:
         trainable.model.norm = norm
 

@@ -245,7 +245,7 @@ def test_independent_drafts_are_directories_of_their_own(full_bundle, tmp_path, 
 
 def test_exits_are_trained_into_the_bundle_and_self_speculate(
         full_bundle, tmp_path, prompts, capsys):
-    from memspec_ros.runtime.controller import Settings
+    from memspec_ros.runtime.settings import Settings
     work, train, held_out = tmp_path / 'work', prompts('train.jsonl', 12), prompts('eval.jsonl', 2)
     exits = ('--kind', 'self_speculation', '--check', '3', '--rank', '8', '--epochs', '8',
              '--learning-rate', '0.005')

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from memspec_ros.models.fingerprint import TARGET_KEY
-from memspec_ros.runtime.controller import Settings
 from memspec_ros.runtime.requests import GenerationRequest
 from memspec_ros.runtime.residency import SlotState
 from memspec_ros.runtime.runtime import Runtime, RuntimeOptions
+from memspec_ros.runtime.settings import Settings
 from memspec_ros.runtime.storage import check_numbers
 from memspec_ros.training.lessons import TopShape
 from memspec_ros.training.teacher import write_whole

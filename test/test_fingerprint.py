@@ -13,10 +13,10 @@ import torch
 from memspec_ros.models.bundle import load_bundle
 from memspec_ros.models.errors import BundleError
 from memspec_ros.models.fingerprint import strangers, target_fingerprint, TARGET_KEY
-from memspec_ros.runtime.controller import Settings
 from memspec_ros.runtime.requests import GenerationRequest
 from memspec_ros.runtime.residency import SlotState
 from memspec_ros.runtime.runtime import Runtime, RuntimeOptions
+from memspec_ros.runtime.settings import Settings
 from memspec_ros.training.lessons import TopShape
 from memspec_ros.training.teacher import write_whole
 from memspec_ros.training.tops import make_top

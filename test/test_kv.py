@@ -20,9 +20,9 @@ from memspec_ros.models.int8_cache import Int8KVCache, quantise
 from memspec_ros.models.kv_options import BLOCK, KVOptions
 from memspec_ros.models.target_files import locate_target
 from memspec_ros.models.weights import read_tensors
-from memspec_ros.runtime.controller import Settings
 from memspec_ros.runtime.requests import Finish, GenerationRequest, prepare, PreparedRequest
 from memspec_ros.runtime.runtime import Runtime, RuntimeOptions
+from memspec_ros.runtime.settings import Settings
 
 CPU = torch.device('cpu')
 INT8 = KVOptions(int8_after=16)

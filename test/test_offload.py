@@ -19,9 +19,9 @@ from memspec_ros.models.llama_config import LlamaConfig
 from memspec_ros.models.offload import layer_bytes, LayerStream, Offload
 from memspec_ros.models.target import load_target, read_config
 from memspec_ros.models.target_files import locate_target
-from memspec_ros.runtime.controller import Settings
 from memspec_ros.runtime.requests import Finish, GenerationRequest
 from memspec_ros.runtime.runtime import Runtime, RuntimeOptions
+from memspec_ros.runtime.settings import Settings
 from memspec_ros.runtime.storage import StorageLimits
 
 CPU = torch.device('cpu')

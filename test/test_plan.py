@@ -71,6 +71,20 @@ SIZES = {
     'int8': ({'hidden_size': 1024, 'intermediate_size': 2816, 'num_hidden_layers': 8,
               'num_attention_heads': 16},
              ['--dtype', 'bfloat16', '--context', '512', '--weights', 'int8']),
+    # Much of it keys and values: three conversations, old positions in INT8 …
+    'rounded': ({'num_hidden_layers': 12, 'num_key_value_heads': 8},
+                ['--dtype', 'bfloat16', '--context', '1024', '--sessions', '3',
+                 '--kv-int8-after', '128']),
+    # … or no more than a window of them, or both, …
+    'window': ({'num_hidden_layers': 12, 'num_key_value_heads': 8},
+               ['--dtype', 'bfloat16', '--context', '1024', '--sessions', '4',
+                '--kv-window', '512']),
+    'both': ({'num_hidden_layers': 12, 'num_key_value_heads': 8},
+             ['--dtype', 'float32', '--context', '1024', '--sessions', '2',
+              '--kv-int8-after', '128', '--kv-window', '512']),
+    # … or all as they are.
+    'talks': ({'num_hidden_layers': 12, 'num_key_value_heads': 8},
+              ['--dtype', 'bfloat16', '--context', '1024', '--sessions', '4']),
     # Kept in another type than the files hold.
     'converted': ({'hidden_size': 768, 'intermediate_size': 2048, 'num_attention_heads': 12,
                    'num_key_value_heads': 12, 'vocab_size': 16384},

@@ -22,10 +22,10 @@ from memspec_ros.bench.virtual import VirtualClock, VirtualLoader
 from memspec_ros.models.bundle import load_bundle
 from memspec_ros.models.errors import InvalidRequestError, MemSpecError
 from memspec_ros.models.target_files import locate_target
-from memspec_ros.runtime.controller import Settings
 from memspec_ros.runtime.policies import make_policy, Plan, Policy, POLICY_NAMES, StaticPolicy
 from memspec_ros.runtime.requests import GenerationRequest
 from memspec_ros.runtime.runtime import Runtime, RuntimeOptions
+from memspec_ros.runtime.settings import Settings
 from memspec_ros.training.traces import TracePrompt, Tracer
 
 SHARES = ('desired', 'fallback', 'prediction', 'load_wait', 'catch_up', 'other')

@@ -15,6 +15,7 @@ import yaml
 pytest.importorskip('rclpy')
 pytest.importorskip('memspec_ros.srv')
 
+from diagnostic_msgs.msg import DiagnosticArray  # noqa: E402
 from rcl_interfaces.msg import ParameterType  # noqa: E402
 from rcl_interfaces.srv import SetParametersAtomically  # noqa: E402
 from rclpy.parameter import Parameter  # noqa: E402
@@ -313,6 +314,27 @@ def test_old_keys_and_values_may_be_rounded_and_evicted(unconfigured):
     assert node.set(kv__window=500)[0].successful
     assert not node.change('configure')
     assert 'kv.window is 500 and kv.sinks 4' in node.log
+
+
+def test_a_conversation_outlasts_a_window(unconfigured):
+    """Turn after turn past the context, each read from where the last one ended."""
+    node, said = unconfigured, []
+    for gamma in (4, 0):
+        assert all(r.successful for r in node.set(
+            draft__max_tokens=gamma, kv__window=90, kv__sinks=2, context__max_tokens=160))
+        node.bring_to('active')
+        with node.peer.listen(DiagnosticArray, '/diagnostics') as arrays:
+            answers = [node.generate(text, session_id='talk', max_new_tokens=80)
+                       for text in ('the robot', 'and then?', 'and the red cube?', 'why?')]
+            node.peer.wait(lambda: any(
+                (item.key, item.value) == ('kv_exact', '0')
+                for array in arrays for status in array.status for item in status.values),
+                'kv_exact in diagnostics')
+        assert sum(len(answer.token_ids) for answer in answers) == 320
+        assert all(answer.stats.cached_tokens > 0 for answer in answers[1:])
+        said.append([list(answer.token_ids) for answer in answers])
+        node.bring_to('unconfigured')
+    assert said[0] == said[1]
 
 
 # --- at start ---

@@ -12,6 +12,7 @@ pytest.importorskip('rclpy')
 pytest.importorskip('memspec_ros.srv')
 
 from ros_peer import DEEP, LATCHED, Status  # noqa: E402
+from ros_peer import whole as whole_answer
 
 from memspec_ros.msg import ModelInfo, TokenChunk  # noqa: E402
 
@@ -84,7 +85,7 @@ def test_it_drafts_where_every_load_fails(exits):
 
 
 def test_layers_may_stay_in_storage(exits):
-    """The last test here: the node is configured anew."""
+    """The last two tests: the node is configured anew."""
     before = exits.generate(max_new_tokens=24)
     exits.bring_to('unconfigured')
     assert exits.set(memory__layers_mib=0.4)[0].successful
@@ -98,3 +99,25 @@ def test_layers_may_stay_in_storage(exits):
     assert names == {f'{layer}.safetensors' for layer in (1, 2, 3)}
     answer = exits.generate(max_new_tokens=24)
     assert answer.text == before.text and drafts_of(answer)['self'] > 0
+
+
+def test_a_layer_that_is_gone_ends_the_request_and_no_more(exits):
+    """Its file is named in the status, and once it is back answers are what they were."""
+    assert exits.get('memory.layers_mib') == [0.4]
+    before = exits.generate(max_new_tokens=24)
+    file, = exits.bundle.glob('cache/layers/*/2.safetensors')
+    whole = file.read_bytes()
+    with exits.peer.listen(TokenChunk, f'{exits.fqn}/tokens', DEEP) as chunks:
+        running = exits.occupy()
+        file.unlink()
+        ended = exits.finished(running)
+        assert ended.status.code == Status.INTERNAL and str(file) in ended.status.message
+        # What had been said until then has come, and the end of it.
+        exits.peer.wait(lambda: chunks and chunks[-1].last, 'the last chunk')
+        assert whole_answer(chunks, running)[1] == list(ended.token_ids)
+    assert exits.generate(max_new_tokens=24).status.code == Status.INTERNAL
+    file.write_bytes(whole)
+    assert exits.generate(max_new_tokens=24).text == before.text
+    for line in exits.log.splitlines():
+        if 'Traceback' in line:
+            exits.forgive(line)

@@ -12,7 +12,6 @@ import torch
 
 from memspec_ros.models.bundle import load_bundle
 from memspec_ros.models.tokenizer import Tokenizer
-from memspec_ros.runtime.controller import Settings
 from memspec_ros.runtime.policies import Plan, Policy
 from memspec_ros.runtime.requests import Finish, GenerationRequest
 from memspec_ros.runtime.runtime import (
@@ -22,6 +21,7 @@ from memspec_ros.runtime.runtime import (
     RuntimeOptions,
     stop_ids_of,
 )
+from memspec_ros.runtime.settings import Settings
 from memspec_ros.runtime.storage import FileStore
 
 TEXTS = ['the red cube', 'def add(a, b): return a + b', 'grüße 😀', 'a b a b a b a b']

@@ -20,9 +20,9 @@ from memspec_ros.models.kv_options import EXACT, KVOptions
 from memspec_ros.models.packing import dense
 from memspec_ros.models.target import load_target
 from memspec_ros.models.target_files import locate_target
-from memspec_ros.runtime.controller import Settings
 from memspec_ros.runtime.requests import GenerationRequest
 from memspec_ros.runtime.runtime import Runtime, RuntimeOptions
+from memspec_ros.runtime.settings import Settings
 
 EXITS = [{'depth': 2}, {'depth': 1, 'check': 3}, {'depth': 1, 'check': 2, 'run': 1},
          {'depth': 1, 'check': 3, 'run': 5}]

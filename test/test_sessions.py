@@ -11,11 +11,11 @@ import torch
 
 from memspec_ros.decoding.engine import CATCH_UP_ROWS
 from memspec_ros.models.state import ParkedState
-from memspec_ros.runtime.controller import Settings
 from memspec_ros.runtime.memory_guard import Limits
 from memspec_ros.runtime.requests import Finish, PreparedRequest
 from memspec_ros.runtime.runtime import Runtime, RuntimeOptions
 from memspec_ros.runtime.sessions import SessionStore
+from memspec_ros.runtime.settings import Settings
 from memspec_ros.runtime.worker import GenerationWorker, Job, JobState
 
 FIRST = {'a': list(range(30, 75)), 'b': [200, 3, 3, 7, 60, 61, 62, 60, 61, 62, 11]}
@@ -161,7 +161,6 @@ def test_a_draft_that_was_evicted_meanwhile_warms_within_bounds(controller, monk
                                                                 greedy):
     """Catching up with a long conversation takes several iterations, and none runs too many."""
     monkeypatch.setattr('memspec_ros.decoding.engine.CATCH_UP_ROWS', 16)
-    monkeypatch.setattr('memspec_ros.runtime.controller.CATCH_UP_ROWS', 16)
     assert CATCH_UP_ROWS == 256
     prompt = list(range(10, 210))
     texts = prompt + ask(controller, prompt, 'a')[0]

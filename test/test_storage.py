@@ -18,6 +18,7 @@ import torch
 from memspec_ros.models import packing, reading
 from memspec_ros.models.drafts import FeatureKind
 from memspec_ros.models.errors import BundleError, InvalidRequestError
+from memspec_ros.models.half import has_half
 from memspec_ros.models.reading import (
     cached_bytes,
     CHUNK_BYTES,
@@ -25,13 +26,12 @@ from memspec_ros.models.reading import (
     LoadCancelled,
     read_file,
 )
-from memspec_ros.models.half import has_half
 from memspec_ros.models.weights import read_tensors
-from memspec_ros.runtime.controller import Settings
 from memspec_ros.runtime.loader import ThreadLoader
 from memspec_ros.runtime.requests import GenerationRequest
 from memspec_ros.runtime.residency import Residency, SlotState
 from memspec_ros.runtime.runtime import file_store, Runtime, RuntimeOptions
+from memspec_ros.runtime.settings import Settings
 from memspec_ros.runtime.slots import DeviceStaging, SlotPool, slots_for
 from memspec_ros.runtime.storage import FileStore, PacedStore, StorageLimits
 

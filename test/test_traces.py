@@ -17,10 +17,10 @@ from memspec_ros.models.drafts import base, DraftKind
 from memspec_ros.models.state import TargetRun
 from memspec_ros.models.target_files import locate_target
 from memspec_ros.models.weights import read_tensors
-from memspec_ros.runtime.controller import Settings
 from memspec_ros.runtime.policies import Plan, Policy
 from memspec_ros.runtime.requests import GenerationRequest
 from memspec_ros.runtime.runtime import Runtime, RuntimeOptions
+from memspec_ros.runtime.settings import Settings
 from memspec_ros.runtime.storage import FileStore
 from memspec_ros.training import traces
 from memspec_ros.training.outputs import content_key, OutputRecord, OutputStore

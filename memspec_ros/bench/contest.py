@@ -30,13 +30,14 @@ from ..models.target import load_target, Target
 from ..models.target_files import locate_target
 from ..models.tokenizer import Tokenizer
 from ..models.weights import file_sha256
-from ..runtime.controller import Controller, Settings
+from ..runtime.controller import Controller
 from ..runtime.loader import ThreadLoader
 from ..runtime.policies import Plan, Policy
 from ..runtime.ranking import RankingContext
 from ..runtime.requests import GenerationRequest
 from ..runtime.residency import Residency, SlotState
 from ..runtime.runtime import choose_device, choose_dtype, Runtime, RuntimeOptions, stop_ids_of
+from ..runtime.settings import Settings
 from ..runtime.storage import FileStore, PreparingStore
 from .race import Answer, answer
 

@@ -80,9 +80,9 @@ def weigh(subject: Subject) -> dict:
     import torch
 
     from ..memory import process
-    from ..runtime.controller import Settings
     from ..runtime.requests import Finish, PreparedRequest
     from ..runtime.runtime import Runtime, RuntimeOptions
+    from ..runtime.settings import Settings
     demand = subject.demand
     if subject.threads:
         torch.set_num_threads(subject.threads)

@@ -18,12 +18,13 @@ from ..decoding.stats import GenerationStats
 from ..models.bundle import DraftSpec, load_bundle
 from ..models.drafts import KINDS
 from ..models.errors import InvalidRequestError, MemSpecError
-from ..runtime.controller import Controller, Settings
+from ..runtime.controller import Controller
 from ..runtime.policies import GeneralStaticPolicy, Plan, Policy
 from ..runtime.ranking import RankingContext
 from ..runtime.requests import Finish, PreparedRequest
 from ..runtime.residency import Residency, SlotState
 from ..runtime.runtime import choose_device, file_store, Runtime, RuntimeOptions
+from ..runtime.settings import Settings
 from ..runtime.storage import PacedStore
 from ..training.traces import collect_prompts
 from .race import conditions

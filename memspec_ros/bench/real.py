@@ -16,12 +16,13 @@ from ..decoding.draft_length import DraftLength
 from ..models.bundle import DraftSpec, load_bundle
 from ..models.drafts import KINDS
 from ..models.errors import InvalidRequestError, MemSpecError
-from ..runtime.controller import Controller, Settings
+from ..runtime.controller import Controller
 from ..runtime.policies import GeneralStaticPolicy, make_policy, Policy
 from ..runtime.ranking import make_ranker, Ranker
 from ..runtime.requests import Chunk, Finish, PreparedRequest
 from ..runtime.residency import SlotState
 from ..runtime.runtime import choose_device, file_store, Runtime, RuntimeOptions
+from ..runtime.settings import Settings
 from ..runtime.storage import PacedStore
 from ..training.trace_store import Trace, TraceHeader
 from ..training.traces import TracePrompt, Tracer

@@ -24,11 +24,12 @@ from ..decoding.stats import StepRecord
 from ..models.bundle import Bundle, DraftSpec
 from ..models.drafts import Drafter, KINDS
 from ..models.errors import InvalidRequestError, MemSpecError
-from ..runtime.controller import Controller, Settings
+from ..runtime.controller import Controller
 from ..runtime.policies import Policy
 from ..runtime.ranking import make_ranker, Ranker, RankingContext
 from ..runtime.requests import Finish, PreparedRequest
 from ..runtime.residency import Residency
+from ..runtime.settings import Settings
 from ..training.trace_store import Trace, TraceHeader
 from .profile import CostProfile
 from .source import Outcome

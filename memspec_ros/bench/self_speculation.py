@@ -17,8 +17,8 @@ from pathlib import Path
 from ..memory.allocator import MIB
 from ..models.bundle import SELF_ID
 from ..models.errors import InvalidRequestError
-from ..runtime.controller import Settings
 from ..runtime.runtime import Runtime, RuntimeOptions
+from ..runtime.settings import Settings
 from .race import Answer, answer, choose_prompts, conditions, geometric_mean, race, Tally
 
 # How the paper says it (CATS, 2026; models and boards of its own).

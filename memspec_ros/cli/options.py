@@ -111,9 +111,9 @@ def add_storage_options(parser: argparse.ArgumentParser) -> None:
 def runtime_options(arguments: argparse.Namespace) -> RuntimeOptions:
     """Check and collect what ``add_runtime_options`` parsed; raises InvalidRequestError."""
     from ..models.packing import WEIGHT_KINDS
-    from ..runtime.controller import Settings
     from ..runtime.policies import POLICY_NAMES
     from ..runtime.runtime import RuntimeOptions
+    from ..runtime.settings import Settings
     from ..runtime.storage import StorageLimits
     check_between(arguments, threads=(0, 256), context=(16, 1 << 20), cache_capacity=(0, 64),
                   scheduling_interval=(1, 1024), draft_tokens=(0, 16), branches=(0, 16),

@@ -209,8 +209,8 @@ def _tokenizer(arguments):
 def _timed(arguments, head, examples, traces):
     """A ranker as a node would have it, and contexts as it would see them."""
     from ..models.bundle import DraftSpec
-    from ..runtime.controller import RECENT_TOKENS
     from ..runtime.ranking import RankingContext
+    from ..runtime.scheduling import RECENT_TOKENS
     from ..runtime.trained_ranking import TrainedRanker
     specs = [DraftSpec(draft, '', '', '', '') for draft in head.drafts]
     bert = head.kind == 'bert'

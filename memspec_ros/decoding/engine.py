@@ -138,11 +138,17 @@ class Engine:
             state.hold(state.last)
         return proposal.tokens
 
+    def is_cold(self, drafter: Drafter) -> bool:
+        """Whether a draft lags behind by more than it may catch up on in one iteration."""
+        return drafter.lag(self.state) > CATCH_UP_ROWS
+
     def warm(self, drafter: Drafter) -> None:
-        """Let a draft that does not propose catch up, as far as one iteration lets it."""
-        lag = drafter.lag(self.state)
-        with self.threads.running(lag):
-            drafter.catch_up(self.state, CATCH_UP_ROWS)
+        """Let a draft catch up as far as one iteration lets it; raises DraftFailure."""
+        try:
+            with self.threads.running(drafter.lag(self.state)):
+                drafter.catch_up(self.state, CATCH_UP_ROWS)
+        except Exception as error:
+            raise DraftFailure(str(error) or type(error).__name__) from error
 
     def judge(self, drafter: Drafter, catch_up: bool) -> tuple[int, int]:
         """

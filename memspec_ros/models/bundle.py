@@ -23,7 +23,8 @@ import yaml
 
 from .errors import BundleError
 from .packing import pack
-from .weights import file_sha256, read_metadata, read_tensors
+from .verified import has_sha256
+from .weights import read_metadata, read_tensors
 
 MANIFEST_NAME = 'bundle.yaml'
 FORMAT = 1
@@ -239,11 +240,13 @@ class _StrictLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def load_bundle(path: Path | str | None = None, verify: bool = True) -> Bundle:
+def load_bundle(path: Path | str | None = None, verify: bool = True,
+                again: bool = True) -> Bundle:
     """
     Parse the manifest of ``path`` ("" or None: the installed default) and check its files.
 
-    Sizes are always checked, hashes where ``verify``. Raises BundleError.
+    Sizes are always checked, hashes where ``verify``, and unless ``again`` only of files that
+    are new or have changed since. Raises BundleError.
     """
     directory = Path(path).expanduser() if path else default_bundle_path()
     if directory.name == MANIFEST_NAME:
@@ -260,8 +263,8 @@ def load_bundle(path: Path | str | None = None, verify: bool = True) -> Bundle:
         raise BundleError(f'{manifest}: not valid YAML ({error})') from error
     bundle = parse_manifest(raw, directory)
     for spec in bundle.drafting:
-        _check_file(bundle, spec, verify)
-    _check_ranker(bundle, verify)
+        _check_file(bundle, spec, verify, again)
+    _check_ranker(bundle, verify, again)
     return bundle
 
 
@@ -397,7 +400,7 @@ def _parse_draft(raw: Any, where: str) -> DraftSpec:
     return spec
 
 
-def _check_file(bundle: Bundle, spec: DraftSpec, verify: bool) -> None:
+def _check_file(bundle: Bundle, spec: DraftSpec, verify: bool, again: bool) -> None:
     path = bundle.weight_file(spec)
     if path is None:
         return
@@ -407,18 +410,18 @@ def _check_file(bundle: Bundle, spec: DraftSpec, verify: bool) -> None:
     if size != spec.bytes:
         raise BundleError(f'draft {spec.id!r}: {path} has {size} bytes, the manifest says '
                           f'{spec.bytes}: the file is truncated or was replaced')
-    if verify and file_sha256(path) != spec.sha256:
+    if verify and not has_sha256(path, spec.sha256, again):
         raise BundleError(f'draft {spec.id!r}: {path} does not have the sha256 of the manifest: '
                           'the file is damaged or was replaced')
 
 
-def _check_ranker(bundle: Bundle, verify: bool) -> None:
+def _check_ranker(bundle: Bundle, verify: bool, again: bool) -> None:
     path = bundle.ranker_file
     if path is None:
         return
     if not path.is_file():
         raise BundleError(f'ranker: {path} does not exist')
-    if verify and file_sha256(path) != bundle.ranker.sha256:
+    if verify and not has_sha256(path, bundle.ranker.sha256, again):
         raise BundleError(f'ranker: {path} does not have the sha256 of the manifest: the file is '
                           'damaged or was replaced')
 

@@ -4,7 +4,9 @@ Which target a draft was made for.
 
 ``memspec distill`` writes the target's fingerprint into the metadata of a draft
 file. Shapes alone do not tell two targets of a family apart, and a draft of the
-other one would load, and be wrong nearly always.
+other one would load, and be wrong nearly always. The same target in another type or
+quantised is still the draft's own, unlike for what it is distilled from
+(training.teacher.weights_sha256).
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..decoding.draft_length import DraftLength
-from ..decoding.engine import CATCH_UP_ROWS, Engine, Second
+from ..decoding.engine import Engine, Second
 from ..decoding.merging import Merging
 from ..decoding.stats import StepRecord
 from ..models.drafts import Drafter
@@ -113,11 +113,10 @@ class Drafting:
 
     def _add_resident(self, length: DraftLength, way: Way, others: Sequence[str]) -> None:
         """Have the best of ``others`` draft too, where both pay, or nobody knows yet."""
-        state = self._engine.state
         for name in others:
             drafter = self._residency.drafter(name)
             if (name == way.draft or drafter is None or drafter.copies
-                    or drafter.lag(state) > CATCH_UP_ROWS):
+                    or self._engine.is_cold(drafter)):
                 continue
             count = length.choose(name)
             if count and (self._merging.untried(way.draft, name)

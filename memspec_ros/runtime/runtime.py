@@ -141,7 +141,7 @@ class Runtime:
         options = replace(options) if options else RuntimeOptions()
         tell = progress or (lambda stage, fraction: None)
         tell('reading the bundle', 0.0)
-        bundle = load_bundle(path)
+        bundle = load_bundle(path, again=False)  # what is read of it is hashed as it is read
         device = choose_device(options.device)
         dtype = choose_dtype(options.dtype, device)
         if options.threads:

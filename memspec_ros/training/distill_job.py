@@ -35,7 +35,7 @@ from .lessons import choose_vocabulary, coverage, ExitShape, Lessons, TopShape
 from .outputs import content_key, fill_store, OutputRecord, OutputStore, read_prompts
 from .own_prompts import fill_prompt_file
 from .student import Student, StudentShape
-from .teacher import fingerprint, positions_per_second, TeacherStore, write_whole
+from .teacher import positions_per_second, TeacherStore, weights_sha256, write_whole
 from .tops import read_draft, save_draft, Top
 
 BASE = 'base'
@@ -106,7 +106,7 @@ class DistillJob:
         context = options.prompt_tokens + options.output_tokens + 1
         with open_weights(directory) as weights:
             self.target = Llama.from_state(config, weights, torch.bfloat16, device, context)
-        name = fingerprint(self.target)
+        name = weights_sha256(self.target)
         self._claim(name)
         self.teacher = TeacherStore(self.work / 'lessons', name, self.shape.depths)
 

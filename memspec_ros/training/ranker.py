@@ -29,7 +29,7 @@ from ..models.encoder import (
 )
 from ..models.errors import InvalidRequestError
 from ..models.ranking_head import INPUTS, prompt_mark, RankingHead, rms_normalised
-from ..runtime.controller import RECENT_TOKENS as RECENT_OUTPUT
+from ..runtime.scheduling import RECENT_TOKENS as RECENT_OUTPUT
 from .trace_store import Trace, TraceError, TraceHeader, TraceStore
 
 # Utilities nearer than this are equal: they are quotients of small whole numbers.

@@ -60,8 +60,14 @@ class Lesson:
         return len(self.tokens) - self.first
 
 
-def fingerprint(target: Llama) -> str:
-    """Names the target by its weights, so that nobody learns from another's thoughts."""
+def weights_sha256(target: Llama) -> str:
+    """
+    Hash of every weight of the target as it is held, type and all: 64 hexadecimal digits.
+
+    Lessons and outputs are what just these numbers make, so that any change of them
+    begins new ones. Draft files name their target more loosely (models.fingerprint):
+    they serve it in other types and quantised too.
+    """
     digest = hashlib.sha256()
     for tensor in (target.embedding, target.norm, *(
             tensor for layer in target.layers for tensor in layer.tensors().values())):

@@ -15,8 +15,8 @@ from ...models.drafts import KINDS
 from ...models.encoder import locate_encoder, SentenceEncoder
 from ...models.errors import InvalidRequestError
 from ...models.ranking_head import read_head
-from ...runtime.controller import RECENT_TOKENS
 from ...runtime.ranking import Ranker, RankingContext
+from ...runtime.scheduling import RECENT_TOKENS
 from ...runtime.trained_ranking import TrainedRanker
 from ...training.ranker import Examples, make_examples
 from ...training.ranker_quality import check_unseen, evaluate, time_ranking
