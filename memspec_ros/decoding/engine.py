@@ -145,8 +145,7 @@ class Engine:
     def warm(self, drafter: Drafter) -> None:
         """Let a draft catch up as far as one iteration lets it; raises DraftFailure."""
         try:
-            with self.threads.running(drafter.lag(self.state)):
-                drafter.catch_up(self.state, CATCH_UP_ROWS)
+            self._catch_up(drafter)
         except Exception as error:
             raise DraftFailure(str(error) or type(error).__name__) from error
 
@@ -158,7 +157,7 @@ class Engine:
         """
         try:
             if catch_up:
-                self.warm(drafter)
+                self._catch_up(drafter)
             with self.threads.running(1):
                 return drafter.judge(self.state)
         except Exception as error:
@@ -265,10 +264,14 @@ class Engine:
             self.state.branching = replace(branching,
                                            most=min(branching.most, self.max_branches))
         if drafter.lag(self.state) > drafter.rows_with_proposal:
-            self.warm(drafter)
+            self._catch_up(drafter)
         caught_up = self.clock()
         with self.threads.running(1):
             return drafter.propose(self.state, gamma), caught_up
+
+    def _catch_up(self, drafter: Drafter) -> None:
+        with self.threads.running(drafter.lag(self.state)):
+            drafter.catch_up(self.state, CATCH_UP_ROWS)
 
 
 def _cut(tokens: list[int], limit: int, stop_ids: frozenset[int]) -> list[int]:
