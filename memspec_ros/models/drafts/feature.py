@@ -111,25 +111,22 @@ class FeatureDrafter(SharedLayersDrafter):
         return (super().step_bytes(state) + self.mixer.carry.nbytes
                 + self.mixer.blocks[-1].nbytes)
 
-    def _drafted(self, state: DecodeState, token: int, position: int,
-                 before: Tensor | None) -> Tensor:
-        if self.depth:
-            x = super()._drafted(state, token, position, before)
-        else:
-            x = self._embed(state, position, [token])
-        if before is not None:
-            return x + self.mixer.of_top(before)
-        return x + self._features(state, position, position + 1)
+    def _lower(self, state: DecodeState, token: int, position: int) -> Tensor:
+        return super()._lower(state, token, position) if self.depth else self._embed([token])
 
-    def _committed(self, state: DecodeState, end: int) -> Tensor:
-        if self.depth:
-            x = super()._committed(state, end)
-        else:
-            x = self._embed(state, self.cached, state.read(self.cached, end))
-        return x + self._features(state, self.cached, end)
+    def _held(self, state: DecodeState, end: int) -> Tensor:
+        return (super()._held(state, end) if self.depth
+                else self._embed(state.read(self.cached, end)))
 
-    def _embed(self, state: DecodeState, position: int, tokens: list[int]) -> Tensor:
-        return self.target.model.embed(torch.tensor([tokens], device=self.target.device))
+    def _after_target(self, state: DecodeState, lower: Tensor) -> Tensor:
+        return lower + self._features(state, self.cached, self.cached + lower.shape[1])
+
+    def _after_own(self, lower: Tensor, before: Tensor) -> Tensor:
+        return lower + self.mixer.of_top(before)
+
+    def _embed(self, tokens: list[int]) -> Tensor:
+        return self.target.model.embed(torch.tensor([tokens], dtype=torch.long,
+                                                    device=self.target.device))
 
     def _features(self, state: DecodeState, start: int, end: int) -> Tensor:
         """Shares of the inputs [1, T, H] of positions from ``start`` up to ``end``."""

@@ -114,8 +114,8 @@ class SelfSpeculationDrafter(Drafter):
         ids = further = None
         if self.vocabulary is not None:
             self.vocabulary.follow(state.tokens)
-            ids, rows = self.vocabulary.ids, list(self.vocabulary.further)
-            further = self.target.model.head_rows(rows) if rows else None
+            ids = self.vocabulary.ids
+            further = self.vocabulary.further_rows(self.target.model.head_rows)
         choices: list[tuple[int, Tensor | None]] = []
         while len(choices) < gamma:
             room = gamma - len(choices)

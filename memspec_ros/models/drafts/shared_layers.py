@@ -77,7 +77,8 @@ class SharedLayersDrafter(Drafter):
     def catch_up(self, state: DecodeState, limit: int) -> None:
         count = min(limit, self.lag(state))
         if count:
-            outputs = self._run_top(self._committed(state, self.cached + count), self.cached)
+            x = self._after_target(state, self._held(state, self.cached + count))
+            outputs = self._run_top(x, self.cached)
             self._note(state, outputs[0])
             self.cached += count
 
@@ -90,9 +91,11 @@ class SharedLayersDrafter(Drafter):
         further = self.further_rows()
         tokens, choices, views, top = [], [], [], None
         for step in range(min(gamma, self.kv.capacity - position)):
-            x = self._drafted(state, (tokens or state.tokens)[-1], position + step, top)
-            if step == 0 and self.cached < position:
-                x = torch.cat([self._committed(state, position), x], dim=1)
+            lower = self._lower(state, (tokens or state.tokens)[-1], position + step)
+            if step:
+                x = self._after_own(lower, top)
+            else:  # what was committed since it last drafted comes first
+                x = self._after_target(state, torch.cat([self._held(state, position), lower], 1))
             top = self._run_top(x, position + step + 1 - x.shape[1])
             if step == 0:
                 self._note(state, top[0, :-1])
@@ -150,8 +153,8 @@ class SharedLayersDrafter(Drafter):
 
     def further_rows(self) -> Tensor | None:
         """Rows of the target's head for what the text adds to the vocabulary, None for nothing."""
-        ids = list(self.vocabulary.further)
-        return self.target.model.head_rows(ids) if ids else None
+        return self.vocabulary.further_rows(
+            lambda ids: self.target.model.head_rows(ids).to(self.norm.dtype))
 
     def logits(self, top: Tensor, further: Tensor | None = None) -> Tensor:
         """The top's output [..., H], before its norm -> logits [..., trimmed V and further]."""
@@ -175,19 +178,25 @@ class SharedLayersDrafter(Drafter):
         logits[:, known:] = logits[:, known:].masked_fill(later, -torch.inf)
         return logits
 
-    def _drafted(self, state: DecodeState, token: int, position: int,
-                 before: Tensor | None) -> Tensor:
-        """
-        Input [1, 1, H] of the top for the token at ``position``.
-
-        ``before`` is the top's output [1, 1, H] one position earlier, or None
-        where that position is committed.
-        """
+    def _lower(self, state: DecodeState, token: int, position: int) -> Tensor:
+        """What the shared layers make of a token at ``position`` that is not committed: [1, 1, H]."""
         return self.target.run_lower(state, token, position, self.depth)
 
-    def _committed(self, state: DecodeState, end: int) -> Tensor:
-        """Inputs [1, T, H] of the top for committed positions from ``cached`` up to ``end``."""
+    def _held(self, state: DecodeState, end: int) -> Tensor:
+        """What they made of committed positions from ``cached`` up to ``end``: [1, T, H]."""
         return state.hidden[self.depth][self.cached:end][None]
+
+    def _after_target(self, state: DecodeState, lower: Tensor) -> Tensor:
+        """
+        The top's inputs at the positions from ``cached`` on, of which ``lower`` [1, T, H] is given.
+
+        All positions before them are committed, and so are they themselves but for the last one.
+        """
+        return lower
+
+    def _after_own(self, lower: Tensor, before: Tensor) -> Tensor:
+        """Its input [1, 1, H] at a position after one that was drafted, output ``before``."""
+        return lower
 
     def _run_top(self, x: Tensor, start: int) -> Tensor:
         config = self.target.model.config

@@ -10,7 +10,7 @@ the trimmed vocabulary cover more (docs/training.md).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -40,15 +40,29 @@ class TextVocabulary:
         self._places = places
         self.further: dict[int, int] = {}
         self._text: list[int] = []
+        self._rows: Tensor | None = None
 
     def follow(self, tokens: Sequence[int]) -> None:
         """Be the vocabulary for what follows ``tokens``, which mostly grow from call to call."""
         held, before = len(self._text), len(self.further)
         if self._text != tokens[:held]:
-            self.further, self._text, held, before = {}, [], 0, -1
+            self.further, self._text, self._rows, held, before = {}, [], None, 0, -1
         for place, token in enumerate(tokens[held:], held):
             if token not in self._places and len(self.further) < MOST_FURTHER:
                 self.further.setdefault(token, place)
         self._text += tokens[held:]
         if len(self.further) != before:
             self.ids = torch.cat([self._trimmed, self._trimmed.new_tensor(list(self.further))])
+
+    def further_rows(self, read: Callable[[Sequence[int]], Tensor]) -> Tensor | None:
+        """
+        A row for each of ``further``, None for none; ``read`` gives those not read before.
+
+        Always the same ``read``: the rows of a text are kept as it grows.
+        """
+        ids = list(self.further)
+        held = 0 if self._rows is None else len(self._rows)
+        if held < len(ids):
+            rows = read(ids[held:])
+            self._rows = rows if self._rows is None else torch.cat([self._rows, rows])
+        return self._rows
