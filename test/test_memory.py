@@ -14,10 +14,26 @@ from memspec_ros.memory.footprint import Demand, draft_bytes, Footprint, Footpri
 from memspec_ros.memory.pressure import gauge_of
 from memspec_ros.models.bundle import load_bundle
 from memspec_ros.models.errors import InsufficientMemoryError
+from memspec_ros.models.half import has_half
 from memspec_ros.models.target_files import locate_target
+from memspec_ros.models.weights import Checkpoint
 from memspec_ros.runtime.runtime import Runtime, RuntimeOptions
 
 CPU = torch.device('cpu')
+PACKED = """
+import torch
+from memspec_ros.memory import allocator, process
+from memspec_ros.models.half import HalfMatrix
+weight = torch.ones(4096, 576)
+HalfMatrix(weight)
+with allocator.compact():
+    allocator.trim()
+    before = process.resident_bytes()
+    held = [HalfMatrix(weight) for _ in range(16)]
+    allocator.trim()
+    taken = process.resident_bytes() - before
+print(taken / sum(one.nbytes + one.padding for one in held))
+"""
 
 
 @pytest.fixture(scope='module')
@@ -42,13 +58,47 @@ def test_footprint_is_what_is_allocated(bundle, full_bundle, dtype):
         runtime.close()
 
 
-def test_a_draft_takes_twice_as_much_in_float32(bundle):
+def test_a_draft_takes_twice_as_much_in_float32(bundle, monkeypatch):
+    monkeypatch.setattr('memspec_ros.memory.footprint.prefers_half', lambda *given: False)
     spec = bundle.draft('top')
-    half, full = (draft_bytes(bundle, spec, dtype) for dtype in (torch.bfloat16, torch.float32))
+    half, full = (draft_bytes(bundle, spec, dtype, CPU)
+                  for dtype in (torch.bfloat16, torch.float32))
     assert full == 2 * half
     # The file has a header besides its weights.
     assert half < spec.bytes < half + 4096
-    assert draft_bytes(bundle, bundle.draft('lookup'), torch.float32) == 0
+    assert draft_bytes(bundle, bundle.draft('lookup'), torch.float32, CPU) == 0
+
+
+@pytest.mark.skipif(not has_half(CPU, torch.bfloat16), reason='no FBGEMM here')
+@pytest.mark.parametrize('kind', ['shared_layers', 'feature'])
+def test_what_fbgemm_fills_up_is_counted(full_bundle, bundle, monkeypatch, kind):
+    monkeypatch.setattr('memspec_ros.models.packing.half_pays', lambda *given: True)
+    spec = next(spec for spec in bundle.drafts if spec.kind == kind)
+    runtime = Runtime.open(full_bundle, RuntimeOptions(dtype='bfloat16', context=100))
+    try:
+        residency = runtime.controller.residency
+        residency.update([(spec.id, 1.0)], None)
+        assert residency.wait(20.0) is not False and residency.poll()
+        drafter = residency.drafter(spec.id)
+        matrices = [matrix for layer in drafter.layers for matrix in layer.matrices()]
+        if kind == 'feature':
+            matrices += drafter.mixer.blocks
+        padding = sum(matrix.padding for matrix in matrices)
+        with Checkpoint([bundle.weight_file(spec)]) as weights:
+            assert draft_bytes(bundle, spec, torch.bfloat16, CPU) == 2 * weights.elements + padding
+        # Columns are laid out in blocks of 512.
+        assert padding == sum(2 * matrix.shape[0] * (-matrix.shape[1] % 512)
+                              for matrix in matrices) > 0
+    finally:
+        runtime.close()
+
+
+@pytest.mark.skipif(not has_half(CPU, torch.bfloat16), reason='no FBGEMM here')
+def test_fbgemm_takes_what_is_counted():
+    """Of the system, in a process whose allocator keeps nothing back."""
+    said = subprocess.run([sys.executable, '-c', PACKED], check=True, capture_output=True,
+                          text=True).stdout
+    assert float(said) == pytest.approx(1.0, rel=0.02)
 
 
 @pytest.fixture(scope='module')

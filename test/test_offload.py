@@ -106,12 +106,11 @@ class Slow:
     """A store that takes its time, and says when it is read."""
 
     def __init__(self):
-        self.spans = []
+        self.names = []
 
     def read(self, name, progress, cancelled):
-        start = time.perf_counter()
         time.sleep(0.03)
-        self.spans.append((start, time.perf_counter()))
+        self.names.append(name)
         return {name: torch.zeros(2) for name in (
             'input_norm', 'qkv', 'out', 'post_norm', 'gate_up', 'down')}
 
@@ -121,13 +120,12 @@ def test_the_next_layer_is_read_while_one_computes():
     stream = LayerStream(store, 1, 3, 0, CPU)
     stream.layer(1)
     began = time.perf_counter()
-    while len(store.spans) < 2:  # the one that computes asks for nothing
+    while len(store.names) < 2:  # the one that computes asks for nothing
         assert time.perf_counter() - began < 5
         time.sleep(0.002)
-    start = time.perf_counter()
     stream.layer(2)
-    assert time.perf_counter() - start < 0.02 < store.spans[1][1] - store.spans[1][0]
     stream.stop()
+    assert store.names[:2] == ['1', '2'] and '2' not in store.names[2:]  # that was it
 
 
 def test_a_layer_out_of_turn_is_read_anew():

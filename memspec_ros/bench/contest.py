@@ -144,7 +144,7 @@ class Contest:
         capacity = options.context + options.max_gamma + 1
         kinds = {e.id: (KINDS[e.spec.kind](e.spec, e.bundle, self.target, capacity), e.spec.bytes)
                  for e in entrants}
-        self.memory = {e.id: draft_bytes(e.bundle, e.spec, dtype) for e in entrants}
+        self.memory = {e.id: draft_bytes(e.bundle, e.spec, dtype, device) for e in entrants}
         depths = frozenset().union(*(kind.depths for kind, _ in kinds.values()))
         self.engine = Engine(self.target, options.context, options.max_gamma, depths,
                              time.perf_counter, options.max_branches)

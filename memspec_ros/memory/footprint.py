@@ -13,26 +13,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+import math
 from pathlib import Path
 
 import torch
 
 from ..decoding.engine import CATCH_UP_ROWS, PREFILL_CHUNK
 from ..models.bundle import Bundle, DraftSpec
+from ..models.drafts import KINDS
 from ..models.drafts.prompt_lookup import DEFAULT_NGRAMS
 from ..models.encoder import locate_encoder
 from ..models.errors import BundleError
+from ..models.half import half_padding
 from ..models.int8_cache import int8_cache_bytes
 from ..models.kv_options import KVOptions
 from ..models.llama_config import LlamaConfig, SUPPORTED_MODEL_TYPES
 from ..models.offload import BUFFERS, layer_bytes, Offload
+from ..models.packing import prefers_half
 from ..models.target import read_config, stored_bytes
 from ..models.weights import Checkpoint
 from .allocator import MIB
 
-# Kernels that PyTorch compiles for the shapes of a model, and their scratch space: 20 to 26 MiB
-# measured on x86-64 with AVX-512, in bfloat16 and float32, whatever the model's size.
-_KERNEL_BYTES = 22 * MIB
+# Kernels that PyTorch compiles for the shapes of a model, and their scratch space, measured on
+# x86-64 with AVX-512 in models of any size: where FBGEMM multiplies, and where oneDNN does.
+_HALF_KERNEL_BYTES, _KERNEL_BYTES = 22 * MIB, 40 * MIB
 # An entry of prompt lookup's index: a tuple of small numbers and its place in a dict.
 _NGRAM_BYTES = 200
 
@@ -121,17 +125,22 @@ class FootprintModel:
         self.target = _Shape.read(bundle.target_path)
         most = read_config(bundle.target_path).get('max_position_embeddings')
         self.most_context = most if isinstance(most, int) and most > 0 else 1 << 20
-        self.weight_bytes = stored_bytes(bundle.target_path, dtype, device, weights)
+        self.weight_bytes = stored_bytes(bundle.target_path, dtype, device,
+                                         'dense' if layers_bytes else weights)
         if layers_bytes:
             self.weight_bytes -= _left_in_storage(bundle.target_path, dtype, layers_bytes)
         self._exits = 0 if bundle.self_speculation is None else draft_bytes(
-            bundle, bundle.self_speculation, dtype)
+            bundle, bundle.self_speculation, dtype, device)
         head_ids = bundle.head_token_ids()
         self.head_bytes = 0 if head_ids is None else (
-            len(head_ids) * self.target.hidden * dtype.itemsize)
-        self.draft_bytes = {spec.id: draft_bytes(bundle, spec, dtype) for spec in bundle.drafts}
+            _packed_bytes((len(head_ids), self.target.hidden), dtype, device))
+        self.draft_bytes = {spec.id: draft_bytes(bundle, spec, dtype, device)
+                            for spec in bundle.drafts}
         self._draft_shapes = {spec.id: self._draft_shape(spec) for spec in bundle.drafts}
         self._ranker = ranker_bytes(bundle)
+        self._kernel_bytes = (
+            _HALF_KERNEL_BYTES if weights == 'auto' and not layers_bytes
+            and prefers_half(dtype, device) else _KERNEL_BYTES)
 
     def of(self, demand: Demand) -> Footprint:
         """
@@ -163,7 +172,7 @@ class FootprintModel:
             draft_caches=self._index_bytes(specs, positions) + sum(
                 self.cache_bytes(self.bundle.draft(d), positions) for d in resident),
             loading=max(map(self._loading_bytes, resident), default=0),
-            kernels=_KERNEL_BYTES, layer=shape.layer_elements * item, ranker=self._ranker,
+            kernels=self._kernel_bytes, layer=shape.layer_elements * item, ranker=self._ranker,
             runtime=self.runtime)
 
     def _cache_bytes(self, demand: Demand, positions: int) -> int:
@@ -209,7 +218,9 @@ class FootprintModel:
 
     def _loading_bytes(self, draft: str) -> int:
         """A draft's file and, where it holds another type, what it is converted to."""
-        size, kept = self.bundle.draft(draft).bytes, self.draft_bytes[draft]
+        spec = self.bundle.draft(draft)
+        size, kept = spec.bytes, self.dtype.itemsize * sum(
+            map(math.prod, _shapes(self.bundle, spec).values()))
         # Headers are a few kilobytes, types differ by a factor of two.
         return size if size < 1.5 * kept and kept < 1.5 * size else size + kept
 
@@ -298,10 +309,24 @@ def ranker_bytes(bundle: Bundle) -> int:
     return sum(file.stat().st_size for file in files)
 
 
-def draft_bytes(bundle: Bundle, spec: DraftSpec, dtype: torch.dtype) -> int:
+def draft_bytes(bundle: Bundle, spec: DraftSpec, dtype: torch.dtype,
+                device: torch.device) -> int:
     """Bytes a draft's weights take in memory as ``dtype``; 0 for those without a file."""
+    return sum(_packed_bytes(shape, dtype, device) if KINDS[spec.kind].is_matrix(name)
+               else math.prod(shape) * dtype.itemsize
+               for name, shape in _shapes(bundle, spec).items())
+
+
+def _shapes(bundle: Bundle, spec: DraftSpec) -> dict[str, tuple[int, ...]]:
+    """Of the tensors in a draft's file."""
     path = bundle.weight_file(spec)
     if path is None:
-        return 0
+        return {}
     with Checkpoint([path]) as weights:
-        return weights.elements * dtype.itemsize
+        return {name: weights.shape(name) for name in weights}
+
+
+def _packed_bytes(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> int:
+    """Bytes of a tensor that is packed for the kernel that is faster here if it is a matrix."""
+    padding = half_padding(shape) if len(shape) == 2 and prefers_half(dtype, device) else 0
+    return math.prod(shape) * dtype.itemsize + padding

@@ -26,6 +26,8 @@ _MOST = 65504.0
 # Packing passes through float32: of large matrices, so many weights at a time.
 _BLOCK_ELEMENTS = 1 << 22
 _ROW_MULTIPLE = 64
+# FBGEMM lays a matrix out in blocks of so many columns, and fills the last one up.
+_COLUMNS = 512
 
 
 class HalfMatrix(Matrix):
@@ -43,12 +45,18 @@ class HalfMatrix(Matrix):
     def __init__(self, weight: Tensor):
         self.shape = tuple(weight.shape)
         self.nbytes = 2 * weight.numel()
+        self.padding = half_padding(self.shape)
         self.packed = torch.ops.quantized.linear_prepack_fp16(weight.float(), None)
 
     def multiply(self, x: Tensor) -> Tensor:
         if x.dim() == 1:
             return self.multiply(x[None])[0]
         return torch.ops.quantized.linear_dynamic_fp16(x.float(), self.packed).to(x.dtype)
+
+
+def half_padding(shape: Sequence[int]) -> int:
+    """Bytes that a matrix [out, in] takes in FBGEMM's layout beside those of its weights."""
+    return 2 * shape[0] * (-shape[1] % _COLUMNS)
 
 
 def half(weight: Tensor) -> Matrix | None:

@@ -112,6 +112,11 @@ class LayerWeights:
         """Bytes of all its tensors."""
         return sum(tensor.nbytes for tensor in self.tensors().values())
 
+    @property
+    def padding(self) -> int:
+        """Bytes that its matrices take in memory beside those."""
+        return sum(matrix.padding for matrix in self.matrices() if isinstance(matrix, Matrix))
+
 
 def layer_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     """Shapes of a layer's tensors, by field name of LayerWeights."""

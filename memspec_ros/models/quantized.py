@@ -30,13 +30,15 @@ class Matrix(ABC):
     Attributes
     ----------
     shape: (out, in)
-    nbytes: bytes in memory
+    nbytes: bytes that a product reads
+    padding: further bytes in memory
     kind: what it is made of, such as int4
 
     """
 
     shape: tuple[int, int]
     nbytes: int
+    padding: int = 0
     kind: str
 
     @abstractmethod
@@ -51,6 +53,7 @@ class StackedMatrix(Matrix):
         self.parts = tuple(parts)
         self.shape = (sum(part.shape[0] for part in parts), parts[0].shape[1])
         self.nbytes = sum(part.nbytes for part in parts)
+        self.padding = sum(part.padding for part in parts)
         self.kind = parts[0].kind
 
     def multiply(self, x: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from torch import Tensor
 from .errors import BundleError, UnsupportedModelError
 from .gptq import GptqCheckpoint, GptqSettings
 from .gptq_library import installed_library, load_with_library
+from .half import half_padding
 from .int8_cache import Int8KVCache
 from .kv_cache import KVCache, RollbackCache
 from .kv_options import KVOptions
@@ -129,8 +130,11 @@ class LlamaTarget(Target):
         self.weight_bytes = (model.embedding.nbytes + model.norm.nbytes
                              + sum(layer.bytes for layer in model.held_layers)
                              + getattr(model.layers, 'buffer_bytes', 0))
+        self._padding = sum(layer.padding for layer in model.held_layers)
         if model.head is not model.embedding:
             self.weight_bytes += model.head.nbytes
+            self._padding += getattr(model.head, 'padding', 0)
+        self.weight_bytes += self._padding
         # Layers of one model can differ, and matrices of one layer, by what kernels take.
         self.weight_kinds = tuple(sorted(set().union(
             *(layer.kinds for layer in model.held_layers))))
@@ -216,7 +220,7 @@ class LlamaTarget(Target):
     def step_bytes(self, state: DecodeState) -> int:
         model = self.model
         table = 0 if model.head is model.embedding else model.embedding.nbytes
-        return self.weight_bytes - table + state.kv.read_bytes(state.held)
+        return self.weight_bytes - self._padding - table + state.kv.read_bytes(state.held)
 
     def lower_bytes(self, state: DecodeState, depth: int) -> int:
         """Bytes that ``run_lower`` reads: the lowest ``depth`` layers, their keys and values."""
@@ -344,10 +348,17 @@ def stored_bytes(path: Path, dtype: torch.dtype, device: torch.device,
                  weights: str = 'auto') -> int:
     """Bytes that the weights of ``path`` take once loaded, computed from shapes alone."""
     total, vectors, plain = 0, 0, True
+    config = read_config(path)
+    halves = (weights not in ('dense', 'library') and prefers_half(dtype, device)
+              and config.get('model_type') in SUPPORTED_MODEL_TYPES)
+    head = ('model.embed_tokens.weight' if config.get('tie_word_embeddings')
+            else 'lm_head.weight')
     with open_weights(path) as checkpoint:
         for name in checkpoint:
             shape = checkpoint.shape(name)
             size = math.prod(shape) * dtype.itemsize
+            if name == head and halves:
+                size += half_padding(shape)
             if len(shape) == 1:
                 vectors += math.prod(shape)
             elif '.layers.' in name:
@@ -359,9 +370,10 @@ def stored_bytes(path: Path, dtype: torch.dtype, device: torch.device,
                 elif (group is not None and weights != 'dense'
                       and has_int4(device, dtype, shape[0])):
                     size, plain = int4_bytes(*shape, group, dtype), False
+                elif halves:
+                    size += half_padding(shape)
             total += size
-    if (plain and weights == 'auto' and prefers_half(dtype, device)
-            and read_config(path).get('model_type') in SUPPORTED_MODEL_TYPES):
+    if plain and weights == 'auto' and halves:
         # Matrices that are multiplied in float32 have their vectors in it.
         total += vectors * (torch.float32.itemsize - dtype.itemsize)
     return total
@@ -397,8 +409,10 @@ def load_target(path: Path, dtype: torch.dtype, device: torch.device, context: i
         config = LlamaConfig.from_hf(raw)
         if packed and _wants_library(quantization, weights, device):
             return LlamaTarget(load_with_library(path, config, dtype, device, context))
-        place = None if offload is None else partial(place_layers, config, offload, path, dtype,
-                                                     device)
+        place = None
+        if offload is not None:
+            place = partial(place_layers, config, offload, path, dtype, device)
+            weights = 'dense'  # in the least memory: more layers fit
         with open_weights(path) as checkpoint:
             return LlamaTarget(Llama.from_state(config, checkpoint, dtype, device, context,
                                                 packed, weights, place))

@@ -183,7 +183,7 @@ class Runtime:
         store = PreparingStore(store, {draft: kind.prepare for draft, (kind, _) in kinds.items()})
         loader = ThreadLoader(store, STALL_SEC + options.storage.latency_ms / 1e3)
         residency = Residency(kinds, loader, options.settings.cache_capacity, clock,
-                              {spec.id: draft_bytes(bundle, spec, dtype)
+                              {spec.id: draft_bytes(bundle, spec, dtype, device)
                                for spec in bundle.drafting})
         controller = Controller(engine, tokenizer, residency, policy, draft_length,
                                 options.settings, stop_ids_of(directory, tokenizer))

@@ -151,6 +151,11 @@ class DraftKind(ABC):
         """
         return tensors
 
+    @staticmethod
+    def is_matrix(name: str) -> bool:
+        """Whether ``prepare`` packs the tensor of that name, if it is a matrix."""
+        return False
+
     @abstractmethod
     def attach(self, tensors: Mapping[str, Tensor | Matrix]) -> Drafter:
         """

@@ -239,7 +239,6 @@ class SharedLayersKind(DraftKind):
 
     @staticmethod
     def is_matrix(name: str) -> bool:
-        """Whether the tensor of that name is multiplied with."""
         return name.split('.')[-1] in LayerWeights.MATRICES
 
     def attach(self, tensors: Mapping[str, Tensor | Matrix]) -> Drafter:
