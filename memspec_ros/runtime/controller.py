@@ -251,11 +251,13 @@ class Controller:
         """One iteration of Algorithm 3 and the chunk it makes."""
         turn.t_predict = turn.t_warm = turn.t_wait = 0.0
         loaded = self.residency.poll()
-        interval = self.policy.interval or max(1, self.settings.scheduling_interval)
+        interval = self.policy.stretch * (
+            self.policy.interval or max(1, self.settings.scheduling_interval))
         opening = self.engine.opening
         turn.opened += opening
         at_boundary = not opening and (turn.stats.iterations - turn.opened) % interval == 0
-        if at_boundary or (loaded and not self.residency.is_ready(turn.active)):
+        if (at_boundary or (loaded and not self.residency.is_ready(turn.active))
+                or self.capacity < self.residency.capacity):
             self._schedule(turn, first=False)
         self._warm(turn)
         way = Way('', None, 0) if opening else self._way(turn)
@@ -367,6 +369,7 @@ class Controller:
         context.remaining = turn.request.max_new_tokens - len(output)
         context.active, context.ready = turn.active, frozenset(self.residency.ready)
         context.loading = self.residency.loading or ''
+        context.slot_free = frozenset(self.residency.slot_free)
         if not first:
             context.recent = output[-RECENT_TOKENS:]
             context.recent_text = self.tokenizer.decode(context.recent)
