@@ -96,7 +96,8 @@ def test_profiles_of_boards_are_what_their_derivation_says(name):
     assert profile.verify_ms == pytest.approx([read + row * n for n in range(1, 10)], abs=1e-3)
     table = profile.draft_step_ms
     assert table['default'] == pytest.approx(given['draft_bytes'] / bandwidth, abs=1e-3)
-    assert table['shared_layers'] == pytest.approx(read * given['shared_layer_share'], abs=2e-2)
+    for kind in ('shared_layers', 'feature'):
+        assert table[kind] == pytest.approx(read * given[f'{kind}_share'], abs=1e-3)
     assert profile.catch_up_row_ms['default'] == pytest.approx(
         2 * given['draft_parameters'] / compute, abs=1e-3)
     assert profile.load_ms['default'] == pytest.approx(

@@ -118,6 +118,30 @@ def test_the_interval_and_k_change_live():
     assert bench.residency.resident == ['a']
 
 
+def test_less_memory_need_not_wait_for_the_interval_to_end():
+    bench = Bench({'a': good(), 'b': good(), 'c': good()}, capacity=3, interval=64, gamma=1)
+    bench.policy.stretch = 4
+    chunks = bench.controller.generate(bench.request(max_new_tokens=400))
+    for _ in range(70):
+        next(chunks)
+    ranked = len(bench.policy.recent)
+    bench.settings.cache_capacity = 1
+    next(chunks)
+    assert bench.residency.capacity == 1 and len(bench.residency.resident) == 1
+    for _ in range(20):
+        next(chunks)
+    # Once: it is in order again.
+    assert len(bench.policy.recent) == ranked + 1
+
+
+def test_a_stretched_interval_is_so_much_longer():
+    bench = Bench(interval=4)
+    bench.policy.stretch = 2
+    _, _, last, _ = bench.run(max_new_tokens=41)
+    assert last.stats.iterations == 41
+    assert len(bench.policy.recent) == 1 + 6  # once for the prompt, then at 0, 8, … 40
+
+
 def test_speculation_switched_off_live():
     bench = Bench({'free': free()}, interval=1)
     chunks = bench.controller.generate(bench.request(max_new_tokens=100))

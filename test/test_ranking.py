@@ -175,7 +175,7 @@ def test_policies_by_name(ranker):
         assert isinstance(policy.plan(context), Plan)
     memspec, on_demand, static = (make_policy(n, DRAFTS, ranker) for n in POLICY_NAMES[:3])
     ranked = ranker.rank(context)
-    assert memspec.plan(context) == Plan(ranked, None, True, [draft for draft, _ in ranked])
+    assert memspec.plan(context) == Plan(ranked, 1, True, [draft for draft, _ in ranked])
     assert on_demand.plan(context) == Plan(ranker.rank(context), 1, False)
     assert static.plan(context) == Plan([('general', 1.0)], 1, False)
     assert static.plan(context).desired == 'general' and Plan([]).desired == ''

@@ -100,7 +100,7 @@ class RankingContext:
     before any position has been run. acceptance: by draft, for this request.
     position: committed tokens. remaining: output tokens that may still come.
     active, ready, loading: the draft in use, those that could be, and the one on
-    its way ('' for none).
+    its way ('' for none). slot_free: those that are never loaded.
     """
 
     prompt: Sequence[int]
@@ -114,6 +114,7 @@ class RankingContext:
     active: str = ''
     ready: frozenset[str] = frozenset()
     loading: str = ''
+    slot_free: frozenset[str] = frozenset()
 
 
 class Ranker(ABC):

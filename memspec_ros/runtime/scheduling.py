@@ -86,12 +86,14 @@ class Scheduling:
         """Before an iteration: plan anew at a boundary, and warm the draft that comes next."""
         self.t_predict = self.t_warm = self.t_wait = 0.0
         loaded = self._residency.poll()
-        interval = self._policy.interval or max(1, self._settings.scheduling_interval)
+        interval = self._policy.stretch * (
+            self._policy.interval or max(1, self._settings.scheduling_interval))
         opening = self._engine.opening
         self._opened += opening
         at_boundary = (not opening
                        and (self._turn.stats.iterations - self._opened) % interval == 0)
-        if at_boundary or (loaded and not self._residency.is_ready(self.active)):
+        if (at_boundary or (loaded and not self._residency.is_ready(self.active))
+                or self._capacity() < self._residency.capacity):
             self._schedule(first=False)
         self._warm()
 
@@ -155,6 +157,7 @@ class Scheduling:
         context.remaining = turn.remaining
         context.active, context.ready = self.active, frozenset(self._residency.ready)
         context.loading = self._residency.loading or ''
+        context.slot_free = frozenset(self._residency.slot_free)
         if not first:
             context.recent = output[-RECENT_TOKENS:]
             context.recent_text = self._tokenizer.decode(context.recent)

@@ -51,12 +51,14 @@ class Policy(ABC):
     Decides at every interval boundary; told nothing of time or threads.
 
     interval: iterations between two plans, or None for the parameter
-    ``scheduling_interval``. judges: before the next plan ``judged`` says how every READY
-    draft would have done since the last one. What a policy has learned ends with the request:
-    ``begin`` forgets it.
+    ``scheduling_interval``. stretch: the next plan is made where the iterations are a
+    multiple of so many intervals. judges: before the next plan ``judged`` says how every
+    READY draft would have done since the last one. What a policy has learned ends with the
+    request: ``begin`` forgets it.
     """
 
     interval: int | None = None
+    stretch = 1
     judges = False
 
     def begin(self, context: RankingContext) -> None:
@@ -67,7 +69,8 @@ class Policy(ABC):
         """
         Rank the drafts for the next interval.
 
-        Also called within an interval, where a draft came and none was active.
+        Also called within an interval, where a draft came and none was active, or less
+        memory is to be taken.
         """
 
     def observe(self, step: StepRecord) -> None:
