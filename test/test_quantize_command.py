@@ -10,6 +10,7 @@ from gptq_maker import MODELS, round_matrix
 import pytest
 from safetensors.torch import load_file
 import torch
+import yaml
 
 from memspec_ros.cli import main
 from memspec_ros.models.errors import MemSpecError
@@ -191,6 +192,31 @@ def test_libraries_read_it_too(made, options):
     own, other = (target.forward(target.new_state(40), ids) for target in (
         load_target(out, torch.bfloat16, CPU, 64, weights=kind) for kind in ('auto', 'library')))
     assert (own - other).abs().mean() < 0.04 * own.abs().mean()
+
+
+def test_policies_are_compared_on_it(made, prompts, full_bundle, tmp_path, monkeypatch):
+    """Traced, and replayed from the traces."""
+    monkeypatch.setenv('MEMSPEC_CACHE', str(tmp_path / 'cache'))
+    out, _ = made('--act-order')
+    bundle = Path(shutil.copytree(full_bundle, tmp_path / 'bundle'))
+    manifest = yaml.safe_load((bundle / 'bundle.yaml').read_text())
+    manifest['target']['path'] = str(out)
+    (bundle / 'bundle.yaml').write_text(yaml.safe_dump(manifest))
+    file, traces = tmp_path / 'policies.json', tmp_path / 'traces'
+    assert main(['trace', '--bundle', str(bundle), '--prompts', prompts, '--prompts-per-domain',
+                 '2', '--max-new-tokens', '24', '--out', str(traces), '--threads', '1']) == 0
+    assert main(['bench', 'policies', '--bundle', str(bundle), '--traces', str(traces),
+                 '--threads', '1', '--json', str(file)]) == 0
+    result = json.loads(file.read_text())
+    assert result['normalised']['general_static']['gmean'] == 1.0
+    best = result['normalised']['bound']['gmean']
+    for policy in ('oracle_static', 'ucb_async', 'hedge', 'memspec', 'oracle_dynamic'):
+        assert 0 < result['normalised'][policy]['gmean'] <= best + 1e-9
+        assert sum(result['breakdown'][policy].values()) == pytest.approx(1.0)
+    # The traces hold what the target says, as transformers has it.
+    for record in map(json.loads, (traces / 'outputs.jsonl').read_text().splitlines()):
+        expected = greedy(out, record)
+        assert record['output_ids'][:24] == expected[:len(record['output_ids'])]
 
 
 # --- drafts of another target ---

@@ -463,6 +463,27 @@ def test_info_tells_of_the_exits(bundle_maker, capfd):
 
 # --- the benchmark ---
 
+def test_where_an_answer_parts_from_the_plain_one_the_gap_is_told(bundle_maker):
+    from memspec_ros.bench.equivalence import plain_gap
+    runtime = Runtime.open(bundle_maker.write(), RuntimeOptions(
+        device='cpu', dtype='float32', context=128, threads=1))
+    try:
+        request = runtime.prepare(GenerationRequest(prompt='the robot', max_new_tokens=8))
+        plain = [token for chunk in runtime.controller.generate(request)
+                 for token in chunk.token_ids]
+        assert plain_gap(runtime, request.prompt_ids, plain[:5], plain) == float('inf')
+        state = runtime.controller.engine.state
+        for place in (0, 3):
+            list(runtime.controller.engine.prefill([*request.prompt_ids, *plain[:place]]))
+            row = runtime.target.forward(state, state.tokens[-1:])[-1]
+            other = int(row.argsort()[-5])
+            found = plain_gap(runtime, request.prompt_ids,
+                              [*plain[:place], other, *plain[place + 1:]], plain)
+            assert found == pytest.approx(float(row.max() - row[other]), abs=1e-5) and found > 0
+    finally:
+        runtime.close()
+
+
 def test_the_benchmark(bundle_maker, prompts, tmp_path, monkeypatch, capsys):
     import json
 
@@ -486,6 +507,7 @@ def test_the_benchmark(bundle_maker, prompts, tmp_path, monkeypatch, capsys):
     whole, part = result['parts']
     for figures in (whole, part):
         assert figures['outputs_differing_from_plain'] == {'lookup': 0, 'self': 0, 'both': 0}
+        assert figures['gaps'] == {'lookup': [], 'self': [], 'both': []}
         assert set(figures['domains']) == {'general', 'code'}
         assert 0 <= figures['acceptance'] <= 1 <= figures['tokens_per_pass']
     assert part['plain_tps'] < whole['plain_tps']  # three layers come at the pace of storage

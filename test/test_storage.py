@@ -535,7 +535,7 @@ def test_the_loader_yields_to_decoding():
     loader.start('a')
     assert loader.wait(20.0)
     loader.close()
-    assert nice[0] >= min(19, os.getpriority(os.PRIO_PROCESS, 0) + 5)
+    assert nice[0] >= max(5, os.getpriority(os.PRIO_PROCESS, 0))
 
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])

@@ -219,8 +219,8 @@ class _Contest:
     @torch.inference_mode()
     def _gap(self, prompt: list[int], ours: list[int], theirs: list[int]) -> float:
         """By how much transformers prefers its own token where two answers part."""
-        place = next((i for i, pair in enumerate(zip(ours, theirs)) if pair[0] != pair[1]), None)
-        if place is None:  # one answer is longer: no tie explains that
+        place = _parting(ours, theirs)
+        if place is None:
             return float('inf')
         row: Tensor = self._model(
             torch.tensor([[*prompt, *theirs[:place]]], device=self._model.device)).logits[0, -1]
@@ -258,15 +258,25 @@ class _PlainContest(_Contest):
             controller.settings = settings
 
     def _gap(self, prompt: list[int], ours: list[int], theirs: list[int]) -> float:
-        place = next((i for i, pair in enumerate(zip(ours, theirs)) if pair[0] != pair[1]), None)
-        if place is None:
-            return float('inf')
-        engine = self._runtime.controller.engine
-        for _ in engine.prefill([*prompt, *theirs[:place]]):
-            pass
-        engine.state.make_room()
-        row = engine.target.forward(engine.state, engine.state.tokens[-1:])[-1]
-        return float(row[theirs[place]] - row[ours[place]])
+        return plain_gap(self._runtime, prompt, ours, theirs)
+
+
+def plain_gap(runtime: Runtime, prompt: list[int], ours: list[int], plain: list[int]) -> float:
+    """By how much plain decoding prefers its own token where an answer parts from it."""
+    place = _parting(ours, plain)
+    if place is None:
+        return float('inf')
+    engine = runtime.controller.engine
+    for _ in engine.prefill([*prompt, *plain[:place]]):
+        pass
+    engine.state.make_room()
+    row = engine.target.forward(engine.state, engine.state.tokens[-1:])[-1]
+    return float(row[plain[place]] - row[ours[place]])
+
+
+def _parting(one: list[int], other: list[int]) -> int | None:
+    """Where two answers part; None where one is merely longer, which no tie explains."""
+    return next((i for i, pair in enumerate(zip(one, other)) if pair[0] != pair[1]), None)
 
 
 def format_report(result: dict) -> str:

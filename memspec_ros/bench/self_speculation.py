@@ -17,8 +17,10 @@ from pathlib import Path
 from ..memory.allocator import MIB
 from ..models.bundle import SELF_ID
 from ..models.errors import InvalidRequestError
+from ..runtime.requests import GenerationRequest
 from ..runtime.runtime import Runtime, RuntimeOptions
 from ..runtime.settings import Settings
+from .equivalence import plain_gap, TOLERANCES
 from .race import Answer, answer, choose_prompts, conditions, geometric_mean, race, Tally
 
 # How the paper says it (CATS, 2026; models and boards of its own).
@@ -52,7 +54,9 @@ def measure(prompts: Path, options: RuntimeOptions, bundle: str, per_domain: int
             tallies = race({name: partial(_answer, runtime, settings)
                             for name, settings in CONTENDERS.items()},
                            texts, max_new_tokens, report)
-            parts.append({'layers_mib': layers_mib, **_layers(runtime), **_figures(tallies)})
+            parts.append({'layers_mib': layers_mib, **_layers(runtime), **_figures(tallies),
+                          'gaps': _gaps(runtime, texts, tallies),
+                          'tolerance': TOLERANCES[runtime.target.dtype]})
             known = conditions(runtime.target, prompts)
             known['exits'] = dict(runtime.bundle.self_speculation.options)
         finally:
@@ -72,6 +76,18 @@ def _layers(runtime: Runtime) -> dict:
     model = runtime.target.model
     return {'layers': len(model.layers), 'layers_in_memory': len(model.held_layers),
             'target_mib': round(runtime.target.weight_bytes / MIB, 1)}
+
+
+def _gaps(runtime: Runtime, texts: Sequence[tuple[str, str]],
+          tallies: dict[str, Tally]) -> dict[str, list[float]]:
+    """Of each answer that is not the plain one: by how much plain decoding prefers its own."""
+    prompts = [runtime.prepare(GenerationRequest(text, max_new_tokens=1)).prompt_ids
+               for _, text in texts]
+    return {name: [plain_gap(runtime, prompt, ours.ids, plain.ids)
+                   for prompt, ours, plain in zip(prompts, tallies[name].all(),
+                                                  tallies['plain'].all())
+                   if ours.ids != plain.ids]
+            for name in CONTENDERS if name != 'plain'}
 
 
 def _figures(tallies: dict[str, Tally]) -> dict:
@@ -97,6 +113,13 @@ def _figures(tallies: dict[str, Tally]) -> dict:
                                          for name in CONTENDERS if name != 'plain'}}
 
 
+def _near_ties(part: dict) -> str:
+    gaps = part['gaps']['self']
+    return (f', parting where the logits of the two tokens are at most '
+            f'{max(map(abs, gaps)):.3g} apart ({part["tolerance"]:g} passes for rounding)'
+            if gaps else '')
+
+
 def format_table(result: dict) -> str:
     """The result as text."""
     lines = []
@@ -115,7 +138,7 @@ def format_table(result: dict) -> str:
                   f'  self-speculation: {part["tokens_per_pass"]:.2f} tokens a pass, '
                   f'{"nothing drafted" if rate is None else f"{rate:.0%} of drafted accepted"}; '
                   f'{part["outputs_differing_from_plain"]["self"]} of {result["prompts"]} outputs '
-                  'differ from plain', '']
+                  f'differ from plain{_near_ties(part)}', '']
     paper = result['paper']
     lines.append(f'paper (CATS, its own models and boards): up to {paper["offloaded_speed_up"]}x '
                  f'offloaded, {paper["over_best_rival"]}x over the best rival')

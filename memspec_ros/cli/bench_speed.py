@@ -69,8 +69,6 @@ def register(suites) -> None:
     add_engine_options(gamma)
     add_json_option(gamma)
     gamma.set_defaults(draft_tokens=8, run=run_gamma)
-
-
     weights = suites.add_parser(
         'weights', help='how far the target is from its unquantised self, by how it is held',
         description='Has the target read prompts with its weights held in every way, and says how '

@@ -167,6 +167,9 @@ class ThreadLoader:
 def _lower_priority() -> None:
     """On few cores a load must not take time from decoding: this thread yields to others."""
     try:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOADER_NICENESS)
+        thread = threading.get_native_id()
+        # A process that yields to others already is not to be helped up.
+        niceness = max(_LOADER_NICENESS, os.getpriority(os.PRIO_PROCESS, thread))
+        os.setpriority(os.PRIO_PROCESS, thread, niceness)
     except (AttributeError, OSError):
         pass  # not Linux, or not allowed: the load still runs, only less politely
