@@ -8,6 +8,8 @@ from conftest import PROMPTS, REAL_VOCABULARY
 import pytest
 import torch
 
+from memspec_ros.memory.allocator import compact, MIB
+from memspec_ros.memory.process import resident_bytes
 from memspec_ros.models.errors import MemSpecError
 from memspec_ros.models.weights import read_metadata, read_tensors
 from memspec_ros.training import teacher as teacher_module
@@ -213,6 +215,27 @@ def test_distilling_learns_and_is_deterministic(trainable, lessons_of, shape):
     again = Distillation(trainable.model, lessons, VOCABULARY, options).run()
     assert all(torch.equal(a, b) for a, b in zip(top.export().values(),
                                                  again.export().values()))
+
+
+def test_holes_in_the_heap_go_back_to_the_system(trainable, lessons_of, monkeypatch):
+    """Steps free blocks between others that stay; untrimmed, the heap keeps them all."""
+    kept = []
+
+    def learn(self, rows):
+        blocks = []
+        for _ in range(256):
+            blocks.append(torch.ones(1 << 18))  # 1 MiB: below what is mapped apart
+            kept.append(torch.ones(64))
+        return float(blocks[0][0]), 0.0
+
+    monkeypatch.setattr(Distillation, '_learn', learn)
+    options = DistillOptions(epochs=4, batch=2)
+    run = Distillation(trainable.model, lessons_of(SHARED), VOCABULARY, options)
+    with compact():  # which leaves behind a fixed size from which blocks are mapped
+        before = resident_bytes()
+    run.run()
+    assert run.steps == 8
+    assert resident_bytes() - before < 64 * MIB
 
 
 def test_a_feature_draft_learns_what_lower_layers_do_not_say(trainable, lessons_of):

@@ -30,12 +30,13 @@ from ..models.weights import read_tensors
 from ..runtime.runtime import choose_device, stop_ids_of
 from .bundle_writer import draft_entry, lookup_acceptance, write_bundle, write_exits
 from .distill import agreement, Distillation, DistillOptions, load_training, save_training
+from .forecast import forecast
 from .further import carry_over, draft_to_continue, mean, shape_of_drafts
 from .lessons import choose_vocabulary, coverage, ExitShape, Lessons, TopShape
 from .outputs import content_key, fill_store, OutputRecord, OutputStore, read_prompts
 from .own_prompts import fill_prompt_file
 from .student import Student, StudentShape
-from .teacher import positions_per_second, TeacherStore, weights_sha256, write_whole
+from .teacher import TeacherStore, weights_sha256, write_whole
 from .tops import read_draft, save_draft, Top
 
 BASE = 'base'
@@ -243,30 +244,15 @@ class DistillJob:
 
     def announce(self, records: Iterable[OutputRecord], held_out: Iterable[OutputRecord],
                  plan: Mapping[str, Sequence[OutputRecord]]) -> None:
-        """Say beforehand what it will take: measured on a few records, not guessed."""
-        options, config = self.options, self.target.config
-        records, held_out = list(records), list(held_out)
-        missing = self.teacher.missing([*records, *held_out])
-        positions = {name: sum(len(r.prompt_ids) + len(r.output_ids) for r in part)
-                     for name, part in plan.items() if not self.path(name).exists()}
-        passes = sum(count * (options.epochs if name in _FROM_NOTHING else
-                              options.domain_epochs)
-                     for name, count in positions.items())
-        if not missing and not passes:
-            return
-        speed = positions_per_second(self.target, records[:4])
-        todo = sum(len(r.prompt_ids) + len(r.output_ids) for r in missing)
-        # A training pass runs a few layers forward and back, with a trimmed head.
-        cost = (self.shape.cost(config.layers)
-                * (1 + 0.6 * (self.shape.kind == 'feature') * (options.ahead - 1)))
-        width = config.hidden_size
-        disk = self.teacher.bytes_needed(missing, width)
-        memory = (self.teacher.bytes_needed([*records, *held_out], width)
-                  + 16 * 4 * self.shape.parameters(config))
-        self._say(f'lessons: {todo} positions, about {_duration(todo / speed)}, '
-                  f'{disk / 1e9:.2f} GB of disk\n'
-                  f'training: {len(positions)} drafts, {passes / 1e6:.2f} million positions, '
-                  f'about {_duration(passes * cost / speed)}, {memory / 1e9:.2f} GB of memory')
+        """Say beforehand what it will take."""
+        options = self.options
+        passes = [sum(len(record.prompt_ids) + len(record.output_ids) for record in part)
+                  * (options.epochs if name in _FROM_NOTHING else options.domain_epochs)
+                  for name, part in plan.items() if not self.path(name).exists()]
+        said = forecast(self.target, self.teacher, self.shape, list(records), list(held_out),
+                        passes, options.vocabulary, options.ahead)
+        if said:
+            self._say(said)
 
     def think(self, records: Iterable[OutputRecord]) -> None:
         """Make the lessons that are missing."""
@@ -392,7 +378,6 @@ class DistillJob:
         return write_bundle(self.work, self.bundle, self.work / 'head.safetensors', entries,
                             lookup_acceptance(held_out))
 
-
     def write_exits(self, held_out: Sequence[OutputRecord]) -> Path:
         """
         Have the bundle in the work directory use the exits ``SELF_ID``; its manifest's path.
@@ -419,7 +404,3 @@ def take_tokens(records: Sequence[OutputRecord], tokens: int) -> list[OutputReco
         chosen.append(record)
         count += len(record.output_ids)
     return chosen
-
-
-def _duration(seconds: float) -> str:
-    return f'{seconds:.0f} s' if seconds < 100 else f'{seconds / 60:.0f} min'

@@ -21,6 +21,10 @@ from .teacher import Lesson
 if TYPE_CHECKING:
     from .student import StudentShape
 
+# Share of the positions of lessons that a training step scores, about: those of outputs and few
+# of the prompts'.
+SCORED = 0.6
+
 
 @dataclass(frozen=True)
 class TopShape:
@@ -48,10 +52,10 @@ class TopShape:
         options = {'depth': self.depth, 'layers': self.layers}
         return {**options, 'features': list(self.features)} if self.features else options
 
-    def cost(self, layers: int) -> float:
-        """Training on a position against the target's pass over it (``layers`` of them), about."""
-        # Forward, and back to inputs and weights; a trimmed head costs about a layer a pass.
-        return 3.0 * (self.layers + 0.3 * len(self.features) + 1.0) / layers
+    def products(self, config: LlamaConfig, vocabulary: int) -> float:
+        """Multiply-adds of training on a position, about; ``vocabulary``: of the trimmed head."""
+        # Forward, and back to inputs and weights; the head does not learn.
+        return 3 * self.parameters(config) + 2 * SCORED * vocabulary * config.hidden_size
 
     def parameters(self, config: LlamaConfig) -> int:
         """Parameters that are trained."""
@@ -99,9 +103,10 @@ class ExitShape:
         check, *lower = self.features
         return {'depth': lower[0], 'check': check} if lower else {'depth': check}
 
-    def cost(self, layers: int) -> float:
-        """Training on a position against the target's pass over it, about."""
-        return 3.0 * len(self.features) / layers
+    def products(self, config: LlamaConfig, vocabulary: int) -> float:
+        """Multiply-adds of training on a position, about; ``vocabulary``: of the trimmed head."""
+        return (3 * self.parameters(config)
+                + 2 * SCORED * len(self.features) * vocabulary * config.hidden_size)
 
     def parameters(self, config: LlamaConfig) -> int:
         """Parameters that are trained."""

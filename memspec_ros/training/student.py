@@ -40,7 +40,7 @@ from ..models.layers import (
 )
 from ..models.llama import Llama
 from ..models.llama_config import LlamaConfig
-from .lessons import Batch
+from .lessons import Batch, SCORED
 from .teacher import write_whole
 
 # Tokens outside of the trimmed vocabulary that a training step scores.
@@ -71,11 +71,11 @@ class StudentShape:
         """Options of the draft in a manifest: none, the draft's own ``config.json`` says all."""
         return {}
 
-    def cost(self, layers: int) -> float:
-        """Training on a position against the target's pass over it (``layers`` of them), about."""
-        # Its layers are an order of magnitude smaller than the target's, its head about as large
-        # as a layer of those.
-        return 3.0 * (0.1 * self.layers + 1.0) / layers
+    def products(self, config: LlamaConfig, vocabulary: int) -> float:
+        """Multiply-adds of training on a position, about; ``vocabulary``: the trimmed one."""
+        own = self.config(config)
+        return 3 * (own.layers * layer_elements(own)
+                    + SCORED * (vocabulary + NEGATIVES) * own.hidden_size)
 
     def parameters(self, config: LlamaConfig) -> int:
         """Parameters that are trained, for a target of ``config``."""
