@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ..models.llama import layer_elements, Llama, LlamaConfig
+from ..models.layers import layer_elements
+from ..models.llama import Llama
+from ..models.llama_config import LlamaConfig
 from .lessons import ExitShape, TopShape
 from .outputs import OutputRecord
 from .student import StudentShape
