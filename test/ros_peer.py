@@ -57,7 +57,8 @@ def make_bundle(directory: Path, **sizes) -> Path:
     """Write a bundle of a random target, three ``shared_layers`` drafts and a lookup."""
     import torch
 
-    from memspec_ros.models.llama import Llama, LlamaConfig
+    from memspec_ros.models.llama import Llama
+    from memspec_ros.models.llama_config import LlamaConfig
     from memspec_ros.training.lessons import TopShape
     from memspec_ros.training.tops import make_top, save_draft
     target_dir = directory / 'target'

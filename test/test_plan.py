@@ -23,7 +23,8 @@ def make_bundle(directory, dtype=torch.bfloat16, drafts=2, **sizes):
     """A bundle of a random target of the sizes asked for, and shared-layer drafts."""
     from safetensors.torch import save_file
 
-    from memspec_ros.models.llama import Llama, LlamaConfig
+    from memspec_ros.models.llama import Llama
+    from memspec_ros.models.llama_config import LlamaConfig
     from memspec_ros.training.lessons import TopShape
     from memspec_ros.training.teacher import write_whole
     from memspec_ros.training.tops import make_top
