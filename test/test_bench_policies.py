@@ -10,7 +10,7 @@ from replay_maker import drafts_of, FixedRanker, profile_of, random_trace, repla
 from trace_maker import DRAFTS, trace_of
 
 from memspec_ros.bench.bound import bound, least_ms
-from memspec_ros.bench.oracles import oracle_static, OracleDynamicPolicy
+from memspec_ros.bench.oracles import BlindOraclePolicy, oracle_static, OracleDynamicPolicy
 from memspec_ros.bench.profile import load_profile, profile_names, ProfileError
 from memspec_ros.bench.replay_source import answer
 from memspec_ros.bench.source import BOUND, policy_names, variants
@@ -141,6 +141,24 @@ def test_with_one_slot_it_stays_where_a_load_does_not_pay():
     replayer = replayer_of(cache_capacity=1, profile_changes={'load_ms': {'default': 9000}})
     outcome = replayer.run(trace, OracleDynamicPolicy)
     assert outcome.stats.loads == 1
+
+
+def test_the_blind_oracle_does_not_see_the_coming_interval():
+    trace = trace_of('0a', [[0] * 5 + [1] * 19, [1] * 5 + [0] * 19, [0] * 24])
+    sees, blind = ([step.draft for step in replayer_of().run(trace, policy).steps]
+                   for policy in (OracleDynamicPolicy, BlindOraclePolicy))
+    assert sees[0] == 'far' and blind[0] == 'near'
+    assert sees[-1] == blind[-1] == 'near'
+
+
+def test_what_is_around_a_position_leaves_out_the_coming_interval():
+    replayer, trace = replayer_of(['near'], gamma=2), trace_of('0a', [[1, 1, 0, 1, 1, 1]])
+    costs = TraceCosts(replayer.world(trace))
+    # Tokens from 0 to 5 on: 3, 2, 1, 3, 2, 1. An iteration at 1 or 2 tells of the token at 3.
+    assert costs.around('near', 3, 1, 2) == pytest.approx(3 / 132)
+    assert costs.around('near', 0, 1, 1) == pytest.approx(3 / 132)
+    assert costs.around('near', 6, 1, 2) == pytest.approx((1 + 3) / 264)
+    assert costs.around('near', 0, 2, 9) == 0
 
 
 def test_an_oracle_knows_what_iterations_emit_and_cost():

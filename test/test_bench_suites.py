@@ -89,6 +89,8 @@ def test_policies_compares_everything(result):
     speeds = data['tokens_per_sec'][BASELINE]
     assert data['plain'] == {place: pytest.approx(1e3 / 102 / speed)
                              for place, speed in speeds.items()}
+    assert set(data['blind']) == {'domain0', 'domain1', 'gmean'}
+    assert all(rate <= data['normalised']['bound'][place] for place, rate in data['blind'].items())
     assert data['breakdown']['memspec']['load_wait'] == 0
     assert data['breakdown']['ucb_sync']['load_wait'] > 0
     assert data['prompts'] == {'domain0': 2, 'domain1': 2}
@@ -115,6 +117,10 @@ def test_the_shares_are_those_of_the_room(result):
     assert found['of_oracle_dynamic'] == gain['memspec'] / gain['oracle_dynamic']
     for name in ('fallback', 'prediction'):
         assert found[name] == result.data['breakdown']['memspec'][name]
+    assert found['blind_of_oracle_dynamic'] == (
+        result.data['blind']['gmean'] / gain['oracle_dynamic'])
+    assert found['blind_room_over_general_static'] == pytest.approx(
+        (result.data['blind']['gmean'] - 1) / (gain['oracle_dynamic'] - 1))
     assert shares({BASELINE: {'gmean': 1.0}, 'memspec': {'gmean': 1.2}, 'oracle_dynamic':
                    {'gmean': 1.0}}, {})['room_over_general_static'] is None
     assert set(shares({BASELINE: {'gmean': 1.0}}, {}).values()) == {None}

@@ -4,7 +4,8 @@ What could be had if the future were known: to measure policies by, not to deplo
 
 ``oracle_static`` and ``oracle_dynamic`` are run by the same controller as the
 others. Neither is a bound (see bound.py): they choose from interval to interval,
-and greedily.
+and greedily. How much of what ``oracle_dynamic`` gains is luck that nobody can
+foresee is told by one that is blind to the coming interval.
 """
 
 from __future__ import annotations
@@ -30,6 +31,35 @@ def oracle_static(replayer: Replayer, traces: Sequence[Trace]) -> list[Outcome]:
             for spec in replayer.drafts]
     return max(runs, key=lambda outcomes: sum(turn.stats.output_tokens for turn in outcomes)
                / sum(turn.stats.decode_sec for turn in outcomes))
+
+
+class BlindOraclePolicy(Policy):
+    """
+    Knows for nothing how good every draft is before and after, but not in the coming interval.
+
+    What is left of oracle_dynamic without its foresight of which draft happens to
+    be right next. Rates are of true tokens, over so many positions on either side.
+    """
+
+    WINDOW = 64
+
+    def __init__(self, world: World):
+        self._world = world
+
+    def begin(self, context: RankingContext) -> None:
+        self._costs = TraceCosts(self._world)
+        # The prompt's ranking comes first: decoding has not begun.
+        self._begins = True
+
+    def plan(self, context: RankingContext) -> Plan:
+        position = 0 if self._begins else self._world.position
+        self._begins = False
+        interval = self._world.scenario.interval
+        rates = {spec.id: self._costs.around(spec.id, position, interval, self.WINDOW)
+                 for spec in self._world.drafts}
+        most = max(rates.values(), default=0.0) or 1.0
+        return Plan([(draft, rates[draft] / most)
+                     for draft in sorted(rates, key=lambda draft: -rates[draft])])
 
 
 class OracleDynamicPolicy(Policy):

@@ -17,9 +17,10 @@ from ..runtime.ranking import Ranker
 from ..training.ranker import keys_sha256
 from ..training.trace_store import Trace, TraceHeader
 from .bound import bound
-from .oracles import oracle_static, OracleDynamicPolicy
+from .oracles import BlindOraclePolicy, oracle_static, OracleDynamicPolicy
 from .replay import Replayer, Scenario
 from .source import (
+    BLIND,
     BOUND,
     Contender,
     ORACLE_DYNAMIC,
@@ -119,13 +120,15 @@ def answer(replayer: Replayer, turns: Sequence[Trace], contender: Contender) -> 
     """
     The turns of a conversation under ``contender``.
 
-    ``replayer``: a RealRunner too, but for BOUND. Raises MemSpecError.
+    ``replayer``: a RealRunner too, but for BOUND and BLIND. Raises MemSpecError.
     """
     name, options = contender.policy, dict(contender.options)
     if name == ORACLE_STATIC:
         return oracle_static(replayer, turns)
     if name == ORACLE_DYNAMIC:
         return replayer.converse(turns, OracleDynamicPolicy)
+    if name == BLIND:
+        return replayer.converse(turns, BlindOraclePolicy)
     if name == STATIC:
         return replayer.converse(turns, lambda world: StaticPolicy(options['draft']))
     if name == PLAIN:

@@ -21,10 +21,11 @@ from ..runtime.ranking import RankingContext
 if TYPE_CHECKING:
     from .replay import Scenario
 
-# Beside the policies of runtime/policies: oracles, the bound, one draft of choice, and none.
+# Beside the policies of runtime/policies: oracles, the bound, one draft of choice, none, and (in
+# replays) oracle_dynamic without its foresight.
 BASELINE = 'general_static'
 ORACLE_STATIC, ORACLE_DYNAMIC, BOUND = 'oracle_static', 'oracle_dynamic', 'bound'
-STATIC, PLAIN = 'static', 'plain'
+STATIC, PLAIN, BLIND = 'static', 'plain', 'blind'
 # Bandits are run with each of these and with both intervals; the best is reported.
 UCB_C = (0.1, 0.5, 1.0, 2.0, 3.0)
 BANDITS = ('ucb_sync', 'ucb_async')
@@ -50,7 +51,7 @@ class Contender:
     One way to answer prompts.
 
     policy: of ``policy_names``, or STATIC (option ``draft``: its id), or PLAIN
-    for no draft at all. options: those of ``make_policy``.
+    for no draft at all, or BLIND. options: those of ``make_policy``.
     """
 
     policy: str

@@ -71,6 +71,21 @@ class TraceCosts:
             end += self._emitted[draft][end]
         return (end - position) / ms if ms else 0.0
 
+    def around(self, draft: str, position: int, iterations: int, window: int) -> float:
+        """
+        Tokens per millisecond at the ``window`` positions before ``position`` and after it.
+
+        But for that many iterations from ``position`` on, and whatever tells of their tokens.
+        """
+        end = position
+        for _ in range(iterations):
+            end += self._emitted[draft][end] if end < self.length else 0
+        first = max(0, position - self._gamma)
+        places = [*range(max(0, first - window), first),
+                  *range(end, min(end + window, self.length))]
+        ms = sum(self._ms[draft][place] for place in places)
+        return sum(self._emitted[draft][place] for place in places) / ms if ms else 0.0
+
     def after(self, draft: str, position: int, ms: float, interval: int) -> int:
         """Position at the first boundary at which at least ``ms`` have passed."""
         return next((boundary for boundary, passed in self.boundaries(draft, position, interval)

@@ -9,7 +9,7 @@ import statistics
 from typing import Any
 
 from ...models.errors import InvalidRequestError
-from ..source import BASELINE, check_policies, Contender, PLAIN, policy_names, Source, STATIC
+from ..source import BASELINE, check_policies, Contender, policy_names, Source, STATIC
 from .sums import geometric_mean, GMEAN, Sums, with_gmean
 
 # From the sums of one contender, by domain.
@@ -124,18 +124,17 @@ class Bench:
     def runs(self) -> int:
         return 1 if self.source.deterministic else self.repeats
 
-    def compare(self, names: Iterable[str], drafts: Iterable[str] = (), plain: bool = False,
-                **changes: Any) -> Comparison:
+    def compare(self, names: Iterable[str], drafts: Iterable[str] = (),
+                beside: Iterable[str] = (), **changes: Any) -> Comparison:
         """
-        Run what was not run yet of ``names``, single ``drafts`` and no draft (PLAIN).
+        Run what was not run yet of ``names``, single ``drafts`` and what stands ``beside``.
 
-        changes: fields of the scenario.
+        beside: PLAIN, BLIND. changes: fields of the scenario.
         """
         scenario = replace(self.source.scenario, **changes)
         ways = {name: self.source.variants(name, scenario) for name in names}
         ways.update({draft: {'': Contender(STATIC, (('draft', draft),))} for draft in drafts})
-        if plain:
-            ways[PLAIN] = {'': Contender(PLAIN)}
+        ways.update({name: {'': Contender(name)} for name in beside})
         done = self._run([way for tried in ways.values() for way in tried.values()], changes)
         return Comparison({name: {label: [run[way] for run in done]
                                   for label, way in tried.items()}

@@ -13,7 +13,7 @@ import statistics
 from typing import Any
 
 from ...decoding.stats import TIME_SHARES
-from ..source import BASELINE, BOUND, PLAIN, variants
+from ..source import BASELINE, BLIND, BOUND, PLAIN, variants
 from .base import Chart, number, percent, Result, Suite, Table
 from .comparison import Bench
 from .paper import FALLBACK, OF_ORACLE_DYNAMIC, PREDICTION, THROUGHPUT
@@ -32,19 +32,22 @@ def run(bench: Bench) -> Result:
     """
     names = bench.names()
     run_names = [name for name in names if name != BOUND]
-    compared = bench.compare(names, plain=True)
+    beside = [PLAIN, BLIND] if bench.source.deterministic else [PLAIN]
+    compared = bench.compare(names, beside=beside)
     normalised = {name: compared.relative(name) for name in names}
+    aside = {name: compared.relative(name) for name in beside}
     breakdown = {name: compared.breakdown(name) for name in run_names}
     data = {
         'normalised': normalised,
         'acceptance': {name: compared.mean(name, Sums.acceptance) for name in run_names},
         'breakdown': breakdown,
-        'shares': shares(normalised, breakdown),
+        'shares': shares(normalised, breakdown, aside.get(BLIND, {}).get(GMEAN)),
         'spread': {name: compared.spread(name) for name in names},
         'paper': THROUGHPUT,
         'tokens_per_sec': {name: compared.mean(name, Sums.throughput) for name in names},
-        # Without any draft: where it is faster, a fixed draft length is what loses.
-        'plain': compared.relative(PLAIN),
+        # Without any draft: where it is faster, a fixed draft length is what loses. And with all
+        # knowledge but that of the coming interval.
+        **aside,
         'tokens_per_iteration': {name: compared.average(name, Sums.tokens_per_iteration)
                                  for name in run_names},
         'loads': {name: compared.average(name, lambda sums: sums.loads) for name in run_names},
@@ -86,11 +89,12 @@ def _by_prompt(runs: Sequence[Sums]) -> dict[str, float | None]:
             for key in runs[0].by_prompt}
 
 
-def shares(normalised: dict[str, dict[str, Any]], breakdown: dict[str, dict[str, float]]
-           ) -> dict[str, float | None]:
+def shares(normalised: dict[str, dict[str, Any]], breakdown: dict[str, dict[str, float]],
+           blind: float | None = None) -> dict[str, float | None]:
     """
     What memspec makes of the room that the drafts leave, and what it pays.
 
+    blind: what is had of it without foresight (oracles.BlindOraclePolicy).
     None where it cannot be said: a policy was not run, or there is no room.
     """
     gain = {name: rates[GMEAN] for name, rates in normalised.items()}
@@ -102,7 +106,9 @@ def shares(normalised: dict[str, dict[str, Any]], breakdown: dict[str, dict[str,
         'of_oracle_dynamic': memspec / best if memspec and best else None,
         'fallback': time.get('fallback'), 'prediction': time.get('prediction'),
         'over_general_static': memspec - 1 if memspec else None,
-        'over_ucb_async': memspec / bandit - 1 if memspec and bandit else None}
+        'over_ucb_async': memspec / bandit - 1 if memspec and bandit else None,
+        'blind_room_over_general_static': _share_of_room(blind, best, gain[BASELINE]),
+        'blind_of_oracle_dynamic': blind / best if blind and best else None}
 
 
 def _share_of_room(value: float | None, most: float | None, least: float | None) -> float | None:
@@ -115,7 +121,9 @@ def _throughput(bench: Bench, data: dict[str, Any]) -> Table:
     places = [*data['prompts'], GMEAN]
     several = data['runs'] > 1
     rows = []
-    for name, rates in (*data['normalised'].items(), ('(no draft)', data['plain'])):
+    aside = [(title, data[key]) for title, key in (('(no draft)', PLAIN), ('(blind)', BLIND))
+             if key in data]
+    for name, rates in (*data['normalised'].items(), *aside):
         low, high = data['spread'].get(name, (None, None))
         rows.append([name, *(number(rates[place]) for place in places),
                      *([f'{number(low)} to {number(high)}' if low else ''] if several else []),
@@ -164,7 +172,9 @@ def _shares(found: dict[str, float | None]) -> Table:
         'room_over_ucb_async': '(memspec - ucb_async) / (oracle_dynamic - ucb_async)',
         'of_oracle_dynamic': 'memspec / oracle_dynamic', 'fallback': 'fallback, of the time',
         'prediction': 'prediction, of the time', 'over_general_static': 'memspec over general',
-        'over_ucb_async': 'memspec over ucb_async'}
+        'over_ucb_async': 'memspec over ucb_async',
+        'blind_room_over_general_static': '(blind - general) / (oracle_dynamic - general)',
+        'blind_of_oracle_dynamic': 'blind / oracle_dynamic'}
     return Table('memspec', ['here', 'paper'],
                  [[titles[key], percent(value, signed=key.startswith('over')),
                    paper.get(key, '')] for key, value in found.items()])
