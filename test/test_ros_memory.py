@@ -74,6 +74,9 @@ def short_node(system, start_node):
 @pytest.fixture
 def watched(short_node, system):
     system.available(PLENTY)
+    short_node.bring_to('unconfigured')
+    # It always loads K drafts, however sure of one it is.
+    assert short_node.set(policy='hedge')[0].successful
     short_node.bring_to('active')
     yield short_node
     system.available(PLENTY)

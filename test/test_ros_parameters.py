@@ -169,7 +169,11 @@ def held(message: Residency) -> list[str]:
             and draft.state in (DraftResidency.READY, DraftResidency.LOADING)]
 
 
-def test_cache_capacity_changes_while_generating(active):
+def test_cache_capacity_changes_while_generating(unconfigured):
+    active = unconfigured
+    # A policy that always loads K drafts, however sure of one it is.
+    assert active.set(policy='hedge')[0].successful
+    active.bring_to('active')
     with active.peer.listen(Residency, f'{active.fqn}/residency') as messages:
         running = active.occupy()
         newest_residency(active, messages, lambda m: len(held(m)) == 2, 'two drafts')
@@ -200,8 +204,9 @@ def rankings(node, interval: int, tokens: int = 300) -> tuple[int, int]:
 
 def test_scheduling_interval_says_how_often_drafts_are_ranked(active):
     often, iterations = rankings(active, 1)
-    # At every iteration, at the start of the request, and where a load ends in between.
-    assert iterations <= often <= iterations + 8
+    # At every iteration, or every fourth where nothing changes; at the start of the request, and
+    # where a load ends in between.
+    assert iterations / 4 <= often <= iterations + 8
     seldom, iterations = rankings(active, 64)
     assert iterations / 64 <= seldom <= iterations / 64 + 8
 
