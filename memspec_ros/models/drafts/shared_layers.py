@@ -179,7 +179,7 @@ class SharedLayersDrafter(Drafter):
         return logits
 
     def _lower(self, state: DecodeState, token: int, position: int) -> Tensor:
-        """What the shared layers make of a token at ``position`` that is not committed: [1, 1, H]."""
+        """What the shared layers make of a token at ``position``, not committed yet: [1, 1, H]."""
         return self.target.run_lower(state, token, position, self.depth)
 
     def _held(self, state: DecodeState, end: int) -> Tensor:
@@ -188,7 +188,7 @@ class SharedLayersDrafter(Drafter):
 
     def _after_target(self, state: DecodeState, lower: Tensor) -> Tensor:
         """
-        The top's inputs at the positions from ``cached`` on, of which ``lower`` [1, T, H] is given.
+        The top's inputs at the positions from ``cached`` on, of which ``lower`` is [1, T, H].
 
         All positions before them are committed, and so are they themselves but for the last one.
         """
