@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a bundle takes, and what is refused before anything is loaded."""
 
+from contextlib import contextmanager
 import math
 import subprocess
 import sys
@@ -69,17 +70,25 @@ def test_a_draft_takes_twice_as_much_in_float32(bundle, monkeypatch):
     assert draft_bytes(bundle, bundle.draft('lookup'), torch.float32, CPU) == 0
 
 
-@pytest.mark.skipif(not has_half(CPU, torch.bfloat16), reason='no FBGEMM here')
-@pytest.mark.parametrize('kind', ['shared_layers', 'feature'])
-def test_what_fbgemm_fills_up_is_counted(full_bundle, bundle, monkeypatch, kind):
-    monkeypatch.setattr('memspec_ros.models.packing.half_pays', lambda *given: True)
+@contextmanager
+def drafter_in_memory(directory, bundle, kind, dtype):
+    """Load the first draft of that kind; gives its spec and its drafter."""
     spec = next(spec for spec in bundle.drafts if spec.kind == kind)
-    runtime = Runtime.open(full_bundle, RuntimeOptions(dtype='bfloat16', context=100))
+    runtime = Runtime.open(directory, RuntimeOptions(dtype=dtype, context=100))
     try:
         residency = runtime.controller.residency
         residency.update([(spec.id, 1.0)], None)
         assert residency.wait(20.0) is not False and residency.poll()
-        drafter = residency.drafter(spec.id)
+        yield spec, residency.drafter(spec.id)
+    finally:
+        runtime.close()
+
+
+@pytest.mark.skipif(not has_half(CPU, torch.bfloat16), reason='no FBGEMM here')
+@pytest.mark.parametrize('kind', ['shared_layers', 'feature'])
+def test_what_fbgemm_fills_up_is_counted(full_bundle, bundle, monkeypatch, kind):
+    monkeypatch.setattr('memspec_ros.models.packing.half_pays', lambda *given: True)
+    with drafter_in_memory(full_bundle, bundle, kind, 'bfloat16') as (spec, drafter):
         matrices = [matrix for layer in drafter.layers for matrix in layer.matrices()]
         if kind == 'feature':
             matrices += drafter.mixer.blocks
@@ -89,8 +98,6 @@ def test_what_fbgemm_fills_up_is_counted(full_bundle, bundle, monkeypatch, kind)
         # Columns are laid out in blocks of 512.
         assert padding == sum(2 * matrix.shape[0] * (-matrix.shape[1] % 512)
                               for matrix in matrices) > 0
-    finally:
-        runtime.close()
 
 
 @pytest.mark.skipif(not has_half(CPU, torch.bfloat16), reason='no FBGEMM here')
@@ -123,13 +130,7 @@ def test_without_speculation_no_draft_is_counted(model):
 
 @pytest.mark.parametrize('kind', ['causal_lm', 'shared_layers', 'feature'])
 def test_draft_caches_are_what_is_allocated(full_bundle, bundle, model, kind):
-    spec = next(spec for spec in bundle.drafts if spec.kind == kind)
-    runtime = Runtime.open(full_bundle, RuntimeOptions(dtype='float32', context=100))
-    try:
-        residency = runtime.controller.residency
-        residency.update([(spec.id, 1.0)], None)
-        assert residency.wait(20.0) is not False and residency.poll()
-        drafter = residency.drafter(spec.id)
+    with drafter_in_memory(full_bundle, bundle, kind, 'float32') as (spec, drafter):
         if kind == 'causal_lm':
             drafter.lm.forward([1])  # allocates lazily
             allocated = sum(layer.keys.nbytes + layer.values.nbytes
@@ -137,8 +138,6 @@ def test_draft_caches_are_what_is_allocated(full_bundle, bundle, model, kind):
         else:
             allocated = drafter.kv.bytes
         assert model.cache_bytes(spec, 105) == allocated
-    finally:
-        runtime.close()
 
 
 def test_two_sessions_take_twice_the_keys_and_values(model):

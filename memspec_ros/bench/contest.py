@@ -150,8 +150,7 @@ class Contest:
                              time.perf_counter, options.max_branches)
         store = FileStore({e.id: (e.bundle.weight_file(e.spec), e.spec.sha256)
                            for e in entrants if e.spec.path})
-        loader = ThreadLoader(PreparingStore(store, {draft: kind.prepare for draft, (kind, _)
-                                                     in kinds.items()}))
+        loader = ThreadLoader(PreparingStore(store, kinds))
         self._residency = Residency(kinds, loader, len(entrants), self.engine.clock,
                                     self.memory)
         self._policy = OneDraft()
@@ -265,9 +264,7 @@ class Contest:
 
     def _verify(self, state: DecodeState, rows: int) -> float:
         start = time.perf_counter()
-        # Reading a result back waits for the device.
-        with self.engine.threads.running(rows):
-            self.target.forward(state, state.tokens[-1:] * rows)[-1].argmax().item()
+        self.engine.trial(state.tokens[-1:] * rows)
         seconds = time.perf_counter() - start
         state.hold(state.held)
         return seconds

@@ -123,8 +123,7 @@ def glance(engine: Engine) -> dict:
     seconds = []
     for _ in range(_GLANCE_ROUNDS):
         start = time.perf_counter()
-        with engine.threads.running(1):
-            engine.target.forward(state, state.tokens[-1:])[-1].argmax().item()
+        engine.trial(state.tokens[-1:])
         seconds.append(time.perf_counter() - start)
         state.hold(state.held)
     size = engine.target.step_bytes(state)

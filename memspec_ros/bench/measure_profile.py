@@ -155,9 +155,7 @@ class _Rounds:
         return result
 
     def _verify(self, state: DecodeState, count: int) -> None:
-        # Reading a result back waits for the device.
-        with self._engine.threads.running(count):
-            self._engine.target.forward(state, self._prompt[-1:] * count)[-1].argmax().item()
+        self._engine.trial(self._prompt[-1:] * count)
         state.hold(state.held)
 
     def _draft(self, draft: str, state: DecodeState) -> None:

@@ -33,7 +33,24 @@ def oracle_static(replayer: Replayer, traces: Sequence[Trace]) -> list[Outcome]:
                / sum(turn.stats.decode_sec for turn in outcomes))
 
 
-class BlindOraclePolicy(Policy):
+class _ForeknowingPolicy(Policy):
+    """Reads in the trace that is replayed."""
+
+    def __init__(self, world: World):
+        self._world = world
+
+    def begin(self, context: RankingContext) -> None:
+        self._costs = TraceCosts(self._world)
+        # The prompt's ranking comes first: decoding has not begun.
+        self._begins = True
+
+    def _look(self) -> tuple[int, bool]:
+        """Position in the output, and whether it is the prompt that is ranked."""
+        begins, self._begins = self._begins, False
+        return 0 if begins else self._world.position, begins
+
+
+class BlindOraclePolicy(_ForeknowingPolicy):
     """
     Knows for nothing how good every draft is before and after, but not in the coming interval.
 
@@ -43,17 +60,8 @@ class BlindOraclePolicy(Policy):
 
     WINDOW = 64
 
-    def __init__(self, world: World):
-        self._world = world
-
-    def begin(self, context: RankingContext) -> None:
-        self._costs = TraceCosts(self._world)
-        # The prompt's ranking comes first: decoding has not begun.
-        self._begins = True
-
     def plan(self, context: RankingContext) -> Plan:
-        position = 0 if self._begins else self._world.position
-        self._begins = False
+        position, _ = self._look()
         interval = self._world.scenario.interval
         rates = {spec.id: self._costs.around(spec.id, position, interval, self.WINDOW)
                  for spec in self._world.drafts}
@@ -62,7 +70,7 @@ class BlindOraclePolicy(Policy):
                      for draft in sorted(rates, key=lambda draft: -rates[draft])])
 
 
-class OracleDynamicPolicy(Policy):
+class OracleDynamicPolicy(_ForeknowingPolicy):
     """
     The best READY draft of the coming interval; loads what will be best once it is there.
 
@@ -72,23 +80,14 @@ class OracleDynamicPolicy(Policy):
     it is given up at the boundary from which on the answer is done soonest.
     """
 
-    def __init__(self, world: World):
-        self._world = world
-
-    def begin(self, context: RankingContext) -> None:
-        self._costs = TraceCosts(self._world)
-        # The prompt's ranking comes first: decoding has not begun.
-        self._begins = True
-
     def plan(self, context: RankingContext) -> Plan:
         world, costs = self._world, self._costs
-        position = 0 if self._begins else world.position
+        position, begins = self._look()
         drafts, residency = [spec.id for spec in world.drafts], self._world.residency
         ready = [draft for draft in drafts if residency.is_ready(draft)]
         now = {draft: self._rate(draft, position) for draft in drafts}
         use = sorted(drafts, key=lambda draft: -now[draft])
         current = next((draft for draft in use if draft in ready), PLAIN)
-        begins, self._begins = self._begins, False
         serves = self._load_ms(drafts, ready)
         if begins and not world.scenario.first_load_counts:
             serves = dict.fromkeys(drafts, 0.0)

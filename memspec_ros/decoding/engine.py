@@ -163,6 +163,12 @@ class Engine:
         except Exception as error:
             raise DraftFailure(str(error) or type(error).__name__) from error
 
+    def trial(self, tokens: list[int], last_only: bool = False) -> None:
+        """Run tokens after the committed positions for nothing: to time a pass."""
+        with self.threads.running(len(tokens)):
+            # Reading a result back waits for the device.
+            self.target.forward(self.state, tokens, last_only)[-1].argmax().item()
+
     def step(self, drafter: Drafter | None, gamma: int, limit: int, stop_ids: frozenset[int],
              branching: Branching | None = None, second: Second | None = None
              ) -> tuple[list[int], StepRecord]:

@@ -11,19 +11,15 @@ cache directory; a file that cannot be read or written costs a measurement, no m
 from __future__ import annotations
 
 from collections.abc import Callable
-import contextlib
 from functools import lru_cache
-import json
-import os
 from pathlib import Path
 import platform
-import tempfile
 import time
 
 import torch
 from torch import Tensor
 
-from .cache import cache_directory
+from .cache import cache_directory, read_notes, write_notes
 from .half import half, has_half
 
 FILE_NAME = 'kernels.json'
@@ -43,34 +39,23 @@ def half_pays(dtype: torch.dtype, device: torch.device,
     """
     if not has_half(device, dtype):
         return False
-    return _remembered(dtype, torch.get_num_threads(), cache_directory(), other)
+    return _remembered(dtype, torch.get_num_threads(), cache_directory() / FILE_NAME, other)
 
 
 @lru_cache
-def _remembered(dtype: torch.dtype, threads: int, cache: Path, other) -> bool:
+def _remembered(dtype: torch.dtype, threads: int, file: Path, other) -> bool:
     key = f'{machine()} | {threads} threads | {dtype}'
-    known = recall(key)
-    if not isinstance(known, bool):
-        known = measure(dtype, other)
-        remember(key, known)
-    return known
+    known = read_notes(file)
+    if not isinstance(known.get(key), bool):
+        known[key] = measure(dtype, other)
+        write_notes(file, known)
+    return known[key]
 
 
 def machine() -> str:
     """What timings of this process hold for."""
     return (f'{processor() or platform.machine()} | {torch.backends.cpu.get_cpu_capability()} | '
             f'torch {torch.__version__}')
-
-
-def recall(key: str):
-    """What was measured before under that name, or None."""
-    return _read(cache_directory() / FILE_NAME).get(key)
-
-
-def remember(key: str, found) -> None:
-    """Keep what was measured, if the cache directory takes it."""
-    file = cache_directory() / FILE_NAME
-    _write(file, {**_read(file), key: found})
 
 
 @torch.inference_mode()
@@ -102,21 +87,3 @@ def processor() -> str:
         return ''
     names = [line.partition(':')[2].strip() for line in lines if line.startswith('model name')]
     return names[0] if names else ''
-
-
-def _read(file: Path) -> dict:
-    try:
-        known = json.loads(file.read_text(encoding='utf-8'))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return known if isinstance(known, dict) else {}
-
-
-def _write(file: Path, known: dict) -> None:
-    with contextlib.suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        # Another process may read meanwhile.
-        descriptor, name = tempfile.mkstemp(prefix='kernels-', dir=file.parent)
-        with os.fdopen(descriptor, 'w', encoding='utf-8') as work:
-            json.dump(known, work, indent=1)
-        os.replace(name, file)

@@ -11,7 +11,7 @@ between. With ``PYTORCH_JIT=0`` the same functions run as Python.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 import warnings
 
 import torch
@@ -46,19 +46,21 @@ class LayerStack(Sequence):
     def __init__(self, layers: Sequence[LayerWeights]):
         self._layers = list(layers)
         self._slices: dict[tuple[int, int], LayerStack] = {}
-        self.run = _program(self._layers)
+
+    @cached_property
+    def run(self) -> Callable[..., Tensor] | None:
+        # When it is first run: of a target that is trained on, or only run by parts, never.
+        return _program(self._layers)
 
     def __len__(self) -> int:
         return len(self._layers)
 
     def __getitem__(self, index):
-        if not isinstance(index, slice):
+        if not isinstance(index, slice) or index.step not in (None, 1):
             return self._layers[index]
-        first, last, step = index.indices(len(self))
-        if (first, last, step) == (0, len(self), 1):
+        first, last, _ = index.indices(len(self))
+        if (first, last) == (0, len(self)):
             return self
-        if step != 1:
-            return self._layers[index]
         if (first, last) not in self._slices:
             self._slices[first, last] = LayerStack(self._layers[index])
         return self._slices[first, last]

@@ -19,7 +19,8 @@ import time
 
 import torch
 
-from .kernel_choice import machine, recall, remember
+from .cache import cache_directory, read_notes, write_notes
+from .kernel_choice import FILE_NAME, machine
 
 # Up to so many rows a pass is one of decoding.
 FEW_ROWS = 12
@@ -62,12 +63,13 @@ def choose_threads(name: str, forward: Callable[[int], object],
     if most == 1:
         return Threads()
     key = f'threads for {name} | {machine()} | of {most}'
-    known = recall(key)
-    if not (isinstance(known, list) and len(known) == 2
-            and all(type(count) is int and 1 <= count <= most for count in known)):
-        known = _measure(forward, _numbers(most), clock)
-        remember(key, known)
-    return Threads(*known)
+    file = cache_directory() / FILE_NAME
+    found = read_notes(file).get(key)
+    if not (isinstance(found, list) and len(found) == 2
+            and all(type(count) is int and 1 <= count <= most for count in found)):
+        found = _measure(forward, _numbers(most), clock)
+        write_notes(file, {**read_notes(file), key: found})
+    return Threads(*found)
 
 
 def _numbers(most: int) -> list[int]:

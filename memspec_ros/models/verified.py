@@ -12,11 +12,9 @@ system's back is found then.
 from __future__ import annotations
 
 import contextlib
-import json
 from pathlib import Path
-import tempfile
 
-from .cache import cache_directory
+from .cache import cache_directory, read_notes, write_notes
 from .weights import file_sha256
 
 _FILE = 'verified.json'
@@ -30,7 +28,7 @@ def has_sha256(path: Path, sha256: str, again: bool = True) -> bool:
     or written costs time, nothing else.
     """
     name, identity = str(path.resolve()), [sha256, *_identity(path)]
-    if not again and _known().get(name) == identity:
+    if not again and read_notes(cache_directory() / _FILE).get(name) == identity:
         return True
     if file_sha256(path) != sha256:
         return False
@@ -46,23 +44,9 @@ def _identity(path: Path) -> list[int]:
     return []
 
 
-def _known() -> dict[str, list]:
-    with contextlib.suppress(OSError, ValueError):
-        known = json.loads((cache_directory() / _FILE).read_text())
-        if isinstance(known, dict):
-            return known
-    return {}
-
-
 def _remember(name: str, identity: list) -> None:
-    known = _known()
-    if known.get(name) == identity:
-        return
-    kept = {other: found for other, found in known.items() if Path(other).is_file()}
-    with contextlib.suppress(OSError):
-        directory = cache_directory()
-        directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=directory) as work:
-            whole = Path(work) / _FILE
-            whole.write_text(json.dumps({**kept, name: identity}, indent=1))
-            whole.replace(directory / _FILE)
+    file = cache_directory() / _FILE
+    known = read_notes(file)
+    if known.get(name) != identity:
+        kept = {other: found for other, found in known.items() if Path(other).is_file()}
+        write_notes(file, {**kept, name: identity})

@@ -180,8 +180,8 @@ class Runtime:
         policy = make_policy(options.policy, drafts, ranker, options.ucb_c,
                              options.ucb_per_iteration)
         draft_length = DraftLength(options.max_gamma, options.adaptive)
-        store = PreparingStore(store, {draft: kind.prepare for draft, (kind, _) in kinds.items()})
-        loader = ThreadLoader(store, STALL_SEC + options.storage.latency_ms / 1e3)
+        loader = ThreadLoader(PreparingStore(store, kinds),
+                              STALL_SEC + options.storage.latency_ms / 1e3)
         residency = Residency(kinds, loader, options.settings.cache_capacity, clock,
                               {spec.id: draft_bytes(bundle, spec, dtype, device)
                                for spec in bundle.drafting})
@@ -224,27 +224,21 @@ class Runtime:
         engine, draft_length = self.controller.engine, self.controller.draft_length
         engine.state.restart([0] * 8)
         if not self.options.threads and self.target.device.type == 'cpu':
-            engine.threads = choose_threads(self._description(), self._pass)
+            engine.threads = choose_threads(
+                self._description(), lambda rows: engine.trial(
+                    [0] * min(rows, engine.state.reach), last_only=rows > FEW_ROWS))
         times: dict[int, list[float]] = {rows: [] for rows in
                                          range(1, engine.max_gamma + engine.max_branches + 2)}
         for _ in range(_WARM_UP_ROUNDS):
             for rows, measured in times.items():
                 start = engine.clock()
-                with engine.threads.running(rows):
-                    self._pass(rows)
+                engine.trial([0] * rows)
                 measured.append(engine.clock() - start)
         for rows, measured in times.items():
             # The first round also paid for kernel set-up.
             draft_length.calibrate(rows, statistics.median(measured[1:]))
         engine.state.restart([0])
         engine.state.hold(0)
-
-    def _pass(self, rows: int) -> None:
-        """Run so many rows as decoding or, beyond its rows, a prefill does; and forget them."""
-        engine = self.controller.engine
-        # Reading a result back waits for the device.
-        engine.target.forward(engine.state, [0] * min(rows, engine.state.reach),
-                              last_only=rows > FEW_ROWS)[-1].argmax().item()
 
     def _description(self) -> str:
         """What the time of a pass depends on, beside the machine."""

@@ -19,6 +19,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from ..models.drafts import DraftKind
 from ..models.errors import BundleError, InvalidRequestError
 from ..models.reading import cached_bytes, drop_pages, LoadCancelled, new_slot, Slot
 from ..models.weights import read_tensors
@@ -27,9 +28,6 @@ from .slots import SlotPool
 _LOG = logging.getLogger(__name__)
 # Who is paced looks at cancellation this often, in seconds.
 _SLICE_SEC = 0.01
-
-
-Prepare = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 
 
 class Store(Protocol):
@@ -81,15 +79,16 @@ class PreparingStore:
     """
     Another ``store``, from which drafts come as decoding wants them.
 
-    prepare: draft id -> DraftKind.prepare.
+    kinds: draft id -> (kind, bytes of its file), as for a Residency.
     """
 
-    def __init__(self, store: Store, prepare: Mapping[str, Prepare]):
+    def __init__(self, store: Store, kinds: Mapping[str, tuple[DraftKind, int]]):
         self.store = store
-        self._prepare = prepare
+        self._kinds = kinds
 
     def read(self, draft, progress, cancelled):
-        return self._prepare[draft](self.store.read(draft, progress, cancelled))
+        kind, _ = self._kinds[draft]
+        return kind.prepare(self.store.read(draft, progress, cancelled))
 
     def give_back(self):
         self.store.give_back()
