@@ -111,8 +111,8 @@ PARAMETERS: tuple[ParameterSpec, ...] = (
     _p('threads', 0, 'CPU threads; 0 = as many as are fastest, measured.', CONFIGURE, 0, 256),
     _p('cache_capacity', 2, 'K: most drafts in memory at a time. -1 = as many as '
        'memory.budget_mib and memory.min_free_mib allow.', LIVE, -1, 64),
-    _p('scheduling_interval', 4, 'N: draft-verify iterations between rankings of the drafts.',
-       LIVE, 1, 1024),
+    _p('scheduling_interval', 4, 'N: draft-verify iterations between rankings of the drafts; '
+       'memspec waits up to 4 N where nothing changes.', LIVE, 1, 1024),
     _p('policy', 'memspec', 'How drafts are scheduled: see docs/policies.md.', CONFIGURE,
        choices=POLICY_NAMES),
     _p('ucb.c', 1.0, 'Policies ucb_sync, ucb_async: weight of exploration.', CONFIGURE,
